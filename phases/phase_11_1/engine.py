@@ -31,7 +31,7 @@ from shared.models.compiled import compile_model
 from shared.models.fused import fuse
 from shared.models.packed import pack
 from shared.sampling.params import SamplingParams
-from shared.sampling.thinking import ThinkingLimits, thinks
+from shared.sampling.thinking import ThinkingLimits
 from shared.scheduling.schedule import Schedule
 from shared.scheduling.scheduler import Scheduler
 from shared.scheduling.static import StaticScheduler
@@ -39,6 +39,7 @@ from shared.speculation.draft_costs import set_draft_costs
 from shared.speculation.draft_model import DraftModel
 from shared.speculation.drafter import Drafter, NoDrafter, PendingDrafts
 from shared.speculation.ngram import NGramDrafter
+from shared.text.thoughts import thinks
 from shared.text.tokenizer import Tokenizer
 from shared.tracks.multi_token.adapter import with_adapter
 from shared.tracks.multi_token.attention import mask_token_attention

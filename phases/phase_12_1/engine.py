@@ -145,6 +145,6 @@ def make_drafter(group: Group, model: CausalLM, tokenizer: Tokenizer, pool: Gram
     config = group.config
     if not config.use_speculative_decoding:
         return NoDrafter()
-    of = config, model, tokenizer, pool, group.load_draft
-    drafter = NGramDrafter() if config.drafter == "ngram" else masked_draft_model(*of)
-    return ForcedTextDrafter(drafter, tokenizer)
+    if config.drafter == "ngram":
+        return ForcedTextDrafter(NGramDrafter(), tokenizer)
+    return ForcedTextDrafter(masked_draft_model(config, model, tokenizer, pool, group.load_draft), tokenizer)

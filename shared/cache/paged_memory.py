@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shared.cache.layout.paged import PagedSizes
-from shared.cache.pool.extension import PoolExtension
+from shared.cache.pool.extension import NoExtension, PoolExtension
 from shared.cache.pool.paged import PagedKVCachePool
 from shared.cache.pool_size import MakePaged, num_blocks_that_fit
 from shared.cache.view.attention import NoPadding, Padding, PagedAttentionProtocol
@@ -22,10 +22,8 @@ from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-MakeAttention = Callable[
-    [EngineConfig, CausalLM, PagedSizes, BlockStorage], tuple[PagedAttentionProtocol, Padding | None]
-]
-MakeExtension = Callable[[EngineConfig, ModelConfig, PagedSizes], PoolExtension | None]
+MakeAttention = Callable[[EngineConfig, CausalLM, PagedSizes, BlockStorage], tuple[PagedAttentionProtocol, Padding]]
+MakeExtension = Callable[[EngineConfig, ModelConfig, PagedSizes], PoolExtension]
 
 
 def unplanned_attention(
@@ -35,8 +33,9 @@ def unplanned_attention(
     return paged_or_operations(model.config, sizes, storage, config.attention_backend), NoPadding()
 
 
-def no_extension(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> None:
+def no_extension(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> PoolExtension:
     """Every block belongs to one request; see ``MakeExtension``."""
+    return NoExtension()
 
 
 @dataclass(frozen=True)

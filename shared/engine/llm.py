@@ -106,7 +106,7 @@ class LLM:
             raise RequestError(f"There are {len(prompts)} prompts and {len(each)} params; give one, or one for each.")
         for one in each:
             one.check_token_ids(self.engine.model.config.vocab_size)
-        answers = [Answer(self._prompt_ids(place, prompt)) for place, prompt in enumerate(prompts)]
+        answers = [Answer(self._prompt_ids(index, prompt)) for index, prompt in enumerate(prompts)]
         waiting = deque(zip(answers, each, strict=True))
         running: dict[str, Answer] = {}
         try:
@@ -127,15 +127,15 @@ class LLM:
                 self.engine.abort(request_id)
         return answers
 
-    def _prompt_ids(self, place: int, prompt: Prompt) -> list[int]:
+    def _prompt_ids(self, index: int, prompt: Prompt) -> list[int]:
         engine = self.engine
         if not isinstance(prompt, str | Sequence):
-            raise RequestError(f"Prompt {place} is {prompt!r}; a prompt is a text or a list of token ids.")
+            raise RequestError(f"Prompt {index} is {prompt!r}; a prompt is a text or a list of token ids.")
         ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         try:
             return check_prompt(ids, engine.model.config.vocab_size, engine.max_seq_len)
         except RequestError as error:
-            raise RequestError(f"Prompt {place}, counted from 0: {error}") from None
+            raise RequestError(f"Prompt {index}, counted from 0: {error}") from None
 
     def _feed(self, waiting: deque[tuple[Answer, SamplingParams]], running: dict[str, Answer]) -> None:
         """Add prompts until the engine's queue is full. If a step runs meanwhile, the tokens of the next are enough."""

@@ -22,7 +22,6 @@ from shared.sampling.noise import Stream, seed_pattern, uniform
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 from shared.text.thoughts import CLOSE, MARKS, ends_in_thoughts
-from shared.text.thoughts import thinks as thinks  # the settings an engine needs besides the limits
 from shared.text.tokenizer import Tokenizer
 
 WORDS = ("Wait", "Alternatively")

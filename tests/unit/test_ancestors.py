@@ -1,7 +1,8 @@
 """Parts are composed, not stacked: no class of the course has more than one ancestor in it.
 
 An interface and its implementations. Protocols may extend protocols, and an error says with its ancestors who catches
-it.
+it. What a step passes through is complete in its own class: a scheduler's ``schedule`` and a view's ``load`` call no
+ancestor's, and no exercise is inside them, so that a solved exercise is in every later phase too.
 """
 
 import ast
@@ -52,6 +53,24 @@ def test_no_class_has_more_than_one_ancestor() -> None:
                 bases |= bases_of(path.read_text(encoding="utf-8"))
     assert len(bases) > 500
     assert stacked(bases) == []
+
+
+def test_a_schedule_and_a_load_read_from_top_to_bottom() -> None:
+    methods: dict[str, str] = {}
+    for folder in ("shared/scheduling", "shared/tracks", "shared/cache/view"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            for node in ast.walk(ast.parse("\n".join(lines))):
+                if isinstance(node, ast.ClassDef):
+                    for part in node.body:
+                        name = part.name if isinstance(part, ast.FunctionDef) else ""
+                        if name == "schedule" or (name == "load" and node.name.endswith("View")):
+                            methods[f"{node.name}.{name}"] = "\n".join(lines[part.lineno - 1 : part.end_lineno])
+    assert {"StaticScheduler.schedule", "MultiTokenScheduler.schedule", "PagedView.load"} <= methods.keys()
+    for name, source in methods.items():
+        assert "super()" not in source, name
+        assert "# exercise" not in source, name
+        assert source.count("\n") < 40, name
 
 
 @pytest.mark.parametrize(

@@ -234,12 +234,12 @@ def test_without_penalties_nothing_is_allocated_and_a_known_row_is_not_entered_a
         return ids
 
     def draw(rows: list[SamplingRow], token_ids: list[int]) -> None:
-        places = range(len(rows))
-        tables.enter(rows, places, VOCABULARY)
+        table_rows = range(len(rows))
+        tables.enter(rows, table_rows, VOCABULARY)
         tables.add(
             rows,
-            places,
-            SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=places),
+            table_rows,
+            SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=table_rows),
             torch.tensor(token_ids),
         )
 
@@ -297,12 +297,12 @@ def test_rows_with_drafts_count_them_and_are_not_believed(num_accepted: int) -> 
             SamplingRow(params, 0, len(outputs) + n, [1], outputs + drafts[:n], serial=4, num_drafts=n)
             for n in range(len(drafts) + 1)
         ]
-        places = [first + n for n in range(len(rows))]
-        tables.enter(rows, places, VOCABULARY)
+        table_rows = [first + n for n in range(len(rows))]
+        tables.enter(rows, table_rows, VOCABULARY)
         assert tables.counts is not None
-        seen = [counts_of(tables.counts, place) for place in places]
-        batch = SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=places)
-        tables.add(rows, places, batch, torch.tensor(token_ids))
+        seen = [counts_of(tables.counts, row) for row in table_rows]
+        batch = SamplingBatch.of_adjustments(rows, counts=tables.counts, count_rows=table_rows)
+        tables.add(rows, table_rows, batch, torch.tensor(token_ids))
         return seen
 
     tables = PenaltyTables(6, torch.device("cpu"), upload)

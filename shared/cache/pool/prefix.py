@@ -24,7 +24,7 @@ import numpy as np
 
 from shared.cache.layout.paged import PagedLayout, PagedSizes
 from shared.cache.pool.blocks import Blocks
-from shared.cache.pool.extension import BlockTables, PoolExtension
+from shared.cache.pool.extension import BlockTables, NoExtension, PoolExtension
 from shared.cache.pool.prefix_tree import ID_BYTES, Node, PrefixTree
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
@@ -234,6 +234,6 @@ def _salt(request: Request) -> bytes:
     return (request.params.cache_salt or "").encode("utf-8", "surrogatepass")
 
 
-def prefix_sharing(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> PrefixSharing | None:
-    """See :data:`shared.cache.paged_memory.MakeExtension`; None if prefix caching is off."""
-    return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else None
+def prefix_sharing(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> PoolExtension:
+    """See :data:`shared.cache.paged_memory.MakeExtension`; without prefix caching every block has one request."""
+    return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else NoExtension()

@@ -52,8 +52,8 @@ class Buckets:
         """The smallest bucket that holds a step; None: it is larger than any bucket."""
         is_decode = num_tokens == num_sequences
         buckets, sizes = (self.decode, self.sizes[0]) if is_decode else (self.mixed, self.sizes[1])
-        place = bisect_left(sizes, num_tokens)
-        return buckets[place] if place < len(buckets) else None
+        index = bisect_left(sizes, num_tokens)
+        return buckets[index] if index < len(buckets) else None
 
     @cached_property
     def sizes(self) -> tuple[list[int], list[int]]:

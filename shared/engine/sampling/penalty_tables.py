@@ -27,7 +27,7 @@ from shared.sampling.sampler import SamplingBatch, SamplingRow, adjust_logits
 from shared.sampling.token_counts import TokenCounts
 from shared.scheduling.schedule import NextRows
 
-_PLACES = {
+_STAGED = {
     "penalised_rows": np.int64,
     "count_rows": np.int64,
     "repetition_penalty": np.float32,
@@ -50,12 +50,12 @@ class PenaltyTables:
         self.device = device
         self.upload = upload
         self.counts: TokenCounts | None = None
-        self.staging = Staging(device, {name: (num_rows, dtype) for name, dtype in _PLACES.items()})
+        self.staging = Staging(device, {name: (num_rows, dtype) for name, dtype in _STAGED.items()})
         self.last_rows: list[tuple[SamplingParams, Sequence[int]]] = []
         self.last: SamplingBatch | None = None  # of these rows
         self.entered: dict[int, tuple[int, int]] = {}  # by row: the request's serial and its number of outputs
 
-    def __call__(self, rows: Sequence[SamplingRow], places: Sequence[int]) -> Edit | None:
+    def __call__(self, rows: Sequence[SamplingRow], table_rows: Sequence[int]) -> Edit | None:
         """A :data:`shared.engine.sampling.drawing.Step`: biases, masked ids and penalties, applied to a copy of the
         logits."""
         adjusts = rows.run.adjusts_logits if isinstance(rows, NextRows) else any(row.adjusts_logits for row in rows)
@@ -64,22 +64,22 @@ class PenaltyTables:
         batches: list[SamplingBatch] = []
 
         def apply(logits: torch.Tensor) -> torch.Tensor:
-            batches.append(self._parameters(rows, places, logits.shape[-1]))
+            batches.append(self._parameters(rows, table_rows, logits.shape[-1]))
             return adjust_logits(logits, batches[-1])
 
-        return Edit(apply, follow=lambda ids: self.add(rows, places, batches[-1], ids))
+        return Edit(apply, follow=lambda ids: self.add(rows, table_rows, batches[-1], ids))
 
-    def _parameters(self, rows: Sequence[SamplingRow], places: Sequence[int], vocab_size: int) -> SamplingBatch:
+    def _parameters(self, rows: Sequence[SamplingRow], table_rows: Sequence[int], vocab_size: int) -> SamplingBatch:
         """The biases and penalties of the rows on the device."""
         constant = [(row.params, row.masked_ids) for row in rows]
         if self.last is not None and constant == self.last_rows:
             return self.last
-        self.enter(rows, places, vocab_size)
-        batch = SamplingBatch.of_adjustments(rows, counts=self.counts, count_rows=places)
+        self.enter(rows, table_rows, vocab_size)
+        batch = SamplingBatch.of_adjustments(rows, counts=self.counts, count_rows=table_rows)
         arrays = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        sent = {name: self.upload(array) for name, array in arrays.items() if name not in _PLACES}
+        sent = {name: self.upload(array) for name, array in arrays.items() if name not in _STAGED}
         if batch.counts is not None:
-            sent |= self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _PLACES})
+            sent |= self.staging.send({name: array.numpy() for name, array in arrays.items() if name in _STAGED})
         batch = dataclasses.replace(batch, **sent)  # type: ignore[arg-type]
         self.last_rows, self.last = constant, batch if batch.counts is None else None  # counts change with every token
         return batch

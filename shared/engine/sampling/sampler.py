@@ -26,7 +26,7 @@ from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingBatch, SamplingRow
 from shared.scheduling.schedule import NextRows
 
-_PLACES = {
+_STAGED = {
     "indices": np.int64,  # first, since it is also sent alone
     "temperature": np.float32,
     "drawing_rows": np.int64,
@@ -146,7 +146,7 @@ class Sampler:
     def __init__(self, device: torch.device, max_rows: int, steps: Sequence[Step] = (), draw: Draw = plain) -> None:
         self.draw = draw
         self.upload = partial(upload, device=device)
-        self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _PLACES.items()})
+        self.staging = Staging(device, {name: (max_rows, dtype) for name, dtype in _STAGED.items()})
         self.counters = make_counters(max_rows, device)
         self.penalties = PenaltyTables(max_rows, device, self.upload)
         self.steps: list[Step] = [*steps, self.penalties]

@@ -153,20 +153,20 @@ class MultiTokenDrafter(Drafter):
     def _draw(self, asking: Sequence[Asking]) -> list[Drawn]:
         """Sample drafts for all requests at once, one position at a time."""
         self.sampler.penalties.forget()  # these counts include the previous step's drafts
-        places = list(range(len(asking)))
+        table_rows = list(range(len(asking)))
         previous = self.sampler.upload(torch.tensor([request.last_token_id for request, *_ in asking]))
         drawn: list[Drawn] = []
         for number in range(max(num_drafts for *_, num_drafts in asking)):
-            going_on = [place for place in places if asking[place][3] > number]
-            if len(going_on) < len(places):
-                previous = previous[self.sampler.upload(torch.tensor([places.index(place) for place in going_on]))]
-                places = going_on
-            hidden = torch.stack([asking[place][1][asking[place][2], number] for place in places])
+            going_on = [n for n in table_rows if asking[n][3] > number]
+            if len(going_on) < len(table_rows):
+                previous = previous[self.sampler.upload(torch.tensor([table_rows.index(n) for n in going_on]))]
+                table_rows = going_on
+            hidden = torch.stack([asking[n][1][asking[n][2], number] for n in table_rows])
             logits = self.logits(previous, hidden)
-            rows = [asking[place][0].sampling_row(number)._replace(num_drafts=0) for place in places]
-            draws = self.sampler.sample(logits, rows, places)
+            rows = [asking[n][0].sampling_row(number)._replace(num_drafts=0) for n in table_rows]
+            draws = self.sampler.sample(logits, rows, table_rows)
             previous = draws.ids
-            drawn.append(([asking[place][0] for place in places], SamplerOutput([draws])))
+            drawn.append(([asking[n][0] for n in table_rows], SamplerOutput([draws])))
         return drawn
 
     def _hand_out(self) -> None:
@@ -190,7 +190,7 @@ class MultiTokenDrafter(Drafter):
             _append(requests, sampled.wait().token_ids)
 
 
-def observers_of(drafter: Drafter | None) -> list[MaskObserver]:
+def observers_of(drafter: Drafter) -> list[MaskObserver]:
     """The observer that passes the runner's steps to the drafter."""
     return [MaskObserver(drafter.states, drafter.follow)] if isinstance(drafter, MultiTokenDrafter) else []
 
