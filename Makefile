@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 # tests/integration comes first and takes longest, so files are handed out in that order.
 PARALLEL := --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The same verdict every time: sets of strings have one order, and sums of floats one number of threads. Hundreds of
-# processes import the course, so its bytecode is kept, whatever the shell says. The memory of a model goes back to the
-# system when it is freed; by default glibc keeps 1 GB of it for the next.
+# processes import the course, so its bytecode is kept, whatever the shell says. The memory of freed models returns to
+# the system; by default glibc would keep 1 GB.
 SUITE := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 MALLOC_MMAP_THRESHOLD_=1048576 $(BIN)/python -m pytest $(PARALLEL) -rs --durations 20 --durations-min 5
 GPU_SUITE := $(BIN)/python -m pytest -p tests.gpu_run --seconds $(SECONDS_ON_GPU) tests phases
 SECONDS_ON_GPU ?= 480

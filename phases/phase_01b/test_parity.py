@@ -238,7 +238,7 @@ def demo(demo_folder: Path, demo_tokenizer: Any) -> Demo:
 
 @pytest.mark.demo
 def test_demo_in_bf16(demo_folder: Path, demo_tokenizer: Any) -> None:
-    """First, as its models take the memory of those that the other tests of the demo model share."""
+    """Runs first: its models are freed before the other tests of the demo model load theirs."""
     check_half(demo_folder, demo_tokenizer(" ".join(PROMPTS))["input_ids"], torch.bfloat16)
 
 

@@ -174,7 +174,7 @@ def test_an_engine_of_one_rank_is_that_of_phase_12(session_folder: Path) -> None
         (2, 1, False, "coupled"),
         (2, 1, True, "coupled"),
         (2, 2, False, "rejection"),
-        pytest.param(4, 2, False, "coupled", marks=pytest.mark.slow),
+        (4, 2, False, "coupled"),
     ],
 )
 def test_a_draft_model_is_whole_or_cut_among_ranks(

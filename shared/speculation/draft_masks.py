@@ -7,7 +7,8 @@ masks from them.
 
 Invariant: a draft is sampled from the tokens that its grammar allows after the drafts before it. Exceptions, which stay
 unmasked: drafts of a model with a different number of logits and, on a GPU, drafts for grammars whose tables are not
-loaded or whose end ``min_tokens`` forbids.
+loaded or whose end ``min_tokens`` forbids. If a draw on a GPU fails after the first draft, the mask of its repetition
+lacks the earlier drafts; that costs drafts, but changes no token.
 """
 
 from collections.abc import Callable, Sequence

@@ -226,7 +226,7 @@ class DraftModel(Drafter):
 def _hand_out(
     asking: Sequence[Asking], numbers: Sequence[int], errors: Container[int], token_ids: Iterator[int]
 ) -> None:
-    """Append a draft to each request, unless the draft model failed at it; then it asked for no further ones."""
+    """Append a draft to each request, unless its draft failed; it gets no more in this step."""
     for (request, draft_request, _), number in zip(asking, numbers, strict=True):
         if number not in errors:
             request.draft_ids.append(next(token_ids))

@@ -8,9 +8,11 @@ import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +22,14 @@ from shared.engine.config import EngineConfig
 from shared.engine.executor.graphs import RecordedDraw
 from shared.engine.output import StepOutput
 from shared.engine.warm_up import warm_up
+from shared.grammar.constraint import Constraint
 from shared.grammar.grammar import Grammar
+from shared.grammar.limits import Limits
+from shared.grammar.tokens.fsm import FSMCompiler
 from shared.grammar.tokens.pool import GrammarPool
+from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
 from tests.constrained import DRAWN, GRAMMARS, NGRAM, PATTERNS, constrained
@@ -108,6 +115,75 @@ def test_rows_behind_wrong_drafts_are_not_used_again(folder: Path) -> None:
     engine.drafter.propose = propose
     assert seen(serve(engine, request)[0]) == seen(expected)
     assert number > 8
+
+
+def test_drafts_that_rejection_replaces(folder: Path) -> None:
+    """A row advances by the token that replaces its draft, and not by the one sampled before."""
+    grammar = Grammar.regex(r"(a[0-4]|b[5-9]|c[k-p]){30}")
+    requests = [("x", {"temperature": 1.0, "seed": seed, "structured_output": grammar}) for seed in range(3)]
+    options = NGRAM | {"acceptance_method": "rejection", "max_seq_len": 160}
+    assert seen(serve(make(folder, **options), requests)[0]) == seen(serve(make(folder, None, **options), requests)[0])
+
+
+def test_tags_of_overwritten_rows_are_forgotten() -> None:
+    vocabulary = GrammarVocabulary.of_tokens([b"</s>", b"a", b"b", b"c", b"d"], [0])
+    pool, compiler = GrammarPool(1_000_000, "cpu"), FSMCompiler(vocabulary, Limits())
+
+    def constraint(pattern: str) -> Constraint:
+        grammar = Grammar.regex(pattern)
+        fsm = compiler.compile(grammar)
+        found = Constraint(grammar, fsm, fsm.initial_state)
+        found.base = pool.hold(grammar, fsm, found)
+        return found
+
+    def row(serial: int, grammar: Constraint | None, *outputs: int, **more: Any) -> SamplingRow:
+        index = len(outputs)
+        return SamplingRow(SamplingParams(), 0, index, [1], [*outputs], serial=serial, constraint=grammar, **more)
+
+    def allowed(some: list[SamplingRow], at: list[int], ids: list[int] | None = None) -> list[list[int]] | None:
+        """The tokens that are allowed in each row; with ``ids`` None, the draw then fails."""
+        entered = rows.enter(some, at)
+        if entered is None:
+            return None
+        logits = rows.remove_refused(entered, torch.zeros(len(some), 5))
+        if ids is not None:
+            if not rows.has_drafts:
+                rows.advance(entered, torch.tensor(ids))
+            rows.follow(entered, torch.tensor(ids))
+        return [(each == 0).nonzero()[:, 0].tolist() for each in logits]
+
+    free, ab, cd = row(9, None), constraint("ab"), constraint("cd")
+    rows = grammar_rows.GrammarRows(8, pool)
+    assert allowed([row(1, ab)], [0], [1]) == [[1]]
+    assert allowed([free], [4]) is None, "the first request is preempted"
+    assert allowed([row(2, cd)], [0]) == [[3]], "another draws in its row, and fails"
+    assert allowed([row(1, ab, 1)], [0]) == [[2]]
+
+    either, rows = constraint("(a|b)(a|b)(a|b)|c[cd]d"), grammar_rows.GrammarRows(8, pool)
+    drafted = row(1, either, 3, num_drafts=1)
+    assert allowed([row(1, either, draft_id=3), drafted], [0, 1], [1, 4]) == [[1, 2, 3], [3, 4]], "c is rejected"
+    assert allowed([free], [4]) is None
+    assert allowed([row(1, either, 1)], [3], [2]) == [[1, 2]], "it resumes in another row"
+    assert allowed([free], [4]) is None
+    assert allowed([row(1, either, 1, 2)], [0]) == [[1, 2]], "where it had been after c and d"
+
+    rows = grammar_rows.GrammarRows(8, pool)
+    ab, cd, bd = map(constraint, ("ab", "cd", "bd"))
+    assert allowed([row(1, ab), row(2, cd)], [0, 1], [1, 3]) == [[1], [3]]
+    chosen = rows.chosen
+
+    class Interrupted:
+        def __getitem__(self, part: slice) -> Any:
+            return SimpleNamespace(copy_=lambda new: interrupt(chosen[part].copy_(new)))
+
+    def interrupt(_: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    rows.chosen = cast(Any, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        rows.enter([row(1, ab, 1), row(2, cd, 3), row(3, bd)], [0, 1, 2])
+    rows.chosen = chosen
+    assert allowed([row(1, ab, 1), row(2, cd, 3)], [0, 1]) == [[2], [4]]
 
 
 def test_the_tokens_are_on_the_device_before_the_first_request(tiny_checkpoints: dict[str, Path]) -> None:

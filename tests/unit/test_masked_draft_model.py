@@ -67,6 +67,11 @@ def test_a_model_that_drafts_for_itself_is_right(
     stats = masked.stats()
     assert stats["drafts accepted (tokens)"] > 50
     assert stats["drafts rejected (tokens)"] <= 4 * len(REQUESTS)
+    if pool is not None:  # a greedy draft advances its row as a sampled one does
+        alone = drafting(model_folder, pool, "rejection")
+        for request in REQUESTS[:2]:
+            serve(alone, [request])
+        assert alone.stats()["drafts rejected (tokens)"] == 0
     free = drafting(model_folder, pool, "coupled", is_masked=False)
     assert seen(serve(free, REQUESTS)[0]) == seen(answers)
     assert free.num_refused > 0

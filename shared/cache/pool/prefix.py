@@ -235,5 +235,5 @@ def _salt(request: Request) -> bytes:
 
 
 def prefix_sharing(config: EngineConfig, shape: ModelConfig, sizes: PagedSizes) -> PoolExtension:
-    """See :data:`shared.cache.paged_memory.MakeExtension`; without prefix caching every block has one request."""
+    """See :data:`shared.cache.paged_memory.MakeExtension`; without prefix caching, each block has one request."""
     return PrefixSharing(sizes.block_size) if config.is_on("use_prefix_caching") else NoExtension()

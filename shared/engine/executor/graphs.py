@@ -52,8 +52,7 @@ class CudaGraphCapture:
     """Records CUDA graphs on ``device``, all with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        # work that runs alongside a step, such as compressions, yields to it
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # above work that runs alongside, such as compressions
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Computed]) -> CapturedStep:

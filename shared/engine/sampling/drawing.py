@@ -42,9 +42,9 @@ class Edit(NamedTuple):
         is_in_place: whether the edited logits are the same tensor rather than a copy.
         size: the number of rows, which determines the launches of ``apply`` and ``advance``; None: they cannot be
             replayed.
-        advance: launches what depends on the sampled ids, int64 ``[n]``, those of rows with drafts aside; replayed with
-            the draw.
-        follow: gets the ids after each draw, whether it was launched or replayed.
+        advance: gets the sampled ids, int64 ``[n]``, and launches what follows from them; recorded with the draw.
+        follow: gets the ids after each draw, whether it was launched or replayed, and after acceptance, which may
+            replace those of rows with drafts.
     """
 
     apply: Callable[[torch.Tensor], torch.Tensor]

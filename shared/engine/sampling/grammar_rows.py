@@ -3,11 +3,11 @@
 A request has the same row here as in the sampler's token counts (:mod:`shared.engine.sampling.penalty_tables`). Each
 row is tagged with its request and the number of its outputs. On a mismatch the host replays the outputs and uploads the
 state, so new requests, preempted requests and repeated steps need no special case. If the tag matches, nothing is
-uploaded: two launches after the draw, which are replayed with it, advance the rows and compute their masks. Each row's
-mask has its own memory, so the next step computes masks only for rows that are new in it.
+uploaded: two launches, recorded with the draw, advance the rows and compute their masks. Each row's mask has its own
+memory, so the next step computes masks only for rows that are new in it.
 
-A request with n drafts has n + 1 rows, one for each number of accepted drafts. Each row advances by the token sampled
-in it, and the next step continues from the row with the accepted drafts.
+A request with n drafts has n + 1 rows, one for each number of accepted drafts. After acceptance, each row advances by
+the token sampled in it, and the next step continues from the row with the accepted drafts.
 
 Invariants: a tagged row holds its request's state after exactly the tagged number of outputs; a row has no tag while a
 draw is changing it; the mask of a row in ``masked`` matches its state.
@@ -126,12 +126,15 @@ class GrammarRows:
                     if state is None:  # after the end: the token sampled here is dropped
                         continue
                     assert constraint.base is not None
+                    # older rows of the request may follow a draft that was rejected
+                    self.entered = {at: tag for at, tag in self.entered.items() if tag[0] != row.serial}
                     sent[table_row] = pack_row(constraint.base, state)
                     self.grammars[constraint.base] = constraint.fsm
                 elif known != table_row:
                     moved[table_row] = known
                 chains[table_row] = []
             if table_row - row.num_drafts in chains:
+                self.entered.pop(table_row, None)  # also another request's, which has left the row
                 numbers.append(number)
                 slots.append(table_row)
                 if row.draft_id is not None:
@@ -233,6 +236,7 @@ class GrammarRows:
             self._walk(first, first + 1, self.upload(ids))
         if self.last[0] != (numbers, slots):
             m = len(slots)
+            self.last = ([], []), self.last[1]
             self.chosen[: 2 * m].copy_(self.upload(torch.tensor([*numbers, *slots], dtype=torch.int32)))
             self.last = (numbers, slots), Entered(self.chosen[:m], self.chosen[m : 2 * m])
         due = [slot for slot in slots if slot not in self.masked]

@@ -19,7 +19,7 @@ from shared.grammar.automata.plain import plain_from
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 
 GROUP = 32  # token indices whose bits share a word; plain tokens begin at a multiple of it
-NUM_ALIKE = 2  # bytes that tokens are sorted by, before their length: 32 tokens walk as long as the longest of them
+NUM_ALIKE = 2  # bytes that tokens are sorted by, before their length; as many as a group's prefix holds
 NEVER, AT_END = -1, -2  # instead of a rank
 LENGTH_BITS = 10
 LONGEST = (1 << LENGTH_BITS) - 1

@@ -80,8 +80,8 @@ class GrammarPool:
     """The allocation and its ranges.
 
     Attributes:
-        tables: int32 ``[size]`` on the device; its address never changes. Launches that read it are on the stream of
-            the uploads.
+        tables: int32 ``[size]`` on the device; its address never changes. Uploads and all launches that read it run on
+            one stream.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str) -> None:

@@ -3,8 +3,8 @@
 Introduced in phase 12. Engines that compute masks on the CPU must wait for the sampled token and then upload the mask.
 Here each thread walks the bytes of one token through the automaton of its row; nothing is uploaded, and a mask is
 recomputed only if the row's allowed tokens may have changed. There are two launches. The walk sets a bit for each
-token, in the order of :class:`shared.grammar.tokens.device.GrammarTokens`; it needs no logits, so it can run while the
-model computes them. The second launch writes -inf, in the order of the ids.
+token, in the order of :class:`shared.grammar.tokens.device.GrammarTokens`; it needs no logits, so it follows the draw
+of the previous token, in the same CUDA graph. The second launch writes -inf, in the order of the ids.
 
 Invariants: a row without a grammar is neither read nor written; the bits are those of the scalar walk; the host reads
 nothing, and all addresses are fixed, so that a CUDA graph can hold both launches.

@@ -114,7 +114,7 @@ def serve(assignment: Assignment, size: int, board: Board, pipe: "Connection[Any
 
 
 def follow(receiver: Receiver, runners: Mapping[int, Runner], idle: threading.Event) -> None:
-    """Compute the batches of these models, by their numbers in messages, until rank 0 is gone; then raises EOFError.
+    """Compute each batch with the model whose number its message gives, until rank 0 is gone; then raises EOFError.
     ``idle`` is set while there is no batch."""
     while True:
         idle.set()
