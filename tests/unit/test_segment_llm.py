@@ -60,7 +60,7 @@ def test_an_interrupted_call_leaves_no_request(llm: SegmentLLM, monkeypatch: pyt
 
 
 def test_what_is_joined_stays_while_what_is_missing_of_it_is_computed(tiny_checkpoints: dict[str, Path]) -> None:
-    """Of nine blocks, the last one registered has six; one of the others gives way to it."""
+    """Of nine blocks, the last one registered has six; one of the others is evicted for it."""
     llm = SegmentLLM(str(tiny_checkpoints["llama"]), max_seq_len=128, block_size=16, num_gpu_blocks=9)
     names = [llm.register([n] * count) for n, count in ((1, 32), (2, 32), (3, 96))]
     assert [llm.info(name)[0].num_bytes > 0 for name in names] == [False, True, True]
