@@ -11,6 +11,7 @@ from shared.errors import ConfigError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
+from tests.random_loads import raise_for
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -156,16 +157,9 @@ def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.
     assert llm.engine.pool.audit() == []
 
 
-def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str) -> None:
     llm = LLM(folder, max_seq_len=64)
-    forward = llm.engine.model.forward
-
-    def failing(tokens: Any, kv: Any) -> Any:
-        if 400 in tokens.ids.tolist():
-            raise RuntimeError("injected")
-        return forward(tokens, kv)
-
-    monkeypatch.setattr(llm.engine.model, "forward", failing)
+    raise_for(llm.engine, 400)
     params = SamplingParams(**GREEDY, max_new_tokens=2)
     good, bad = llm.generate([[7], [400]], params, progress=False)
     assert (good.error, len(good.token_ids)) == (None, 2)
