@@ -207,8 +207,8 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
     *of_plan, tables, starts, lengths = Staging.for_arrays(where, arrays).send(arrays).values()
     workspace = PlannedWorkspace.of(plan.num_states, count, *heads, where)
     if tiling.copied is not None:
-        rows = count * (-(-length // tiling.copied.tile) + 1) * tiling.copied.tile
-        workspace = replace(workspace, copied=PromptKeys.of(rows, count, Hkv * D, dtype, where))
+        rows = count * -(-length // tiling.copied.tile) * tiling.copied.tile
+        workspace = replace(workspace, copied=PromptKeys.of(rows, count, Hkv * D, dtype, where, False))
     sent, scale = DevicePlan.of(plan, of_plan), D**-0.5
     options: dict[str, Any] = {"scale": scale, "tiling": tiling, "copies": (True, False), "workspace": workspace}
 

@@ -1,5 +1,6 @@
 """The offline entry: any number of prompts, in order, within the engine's bounds."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,30 @@ def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.
         llm.generate(["x"] * 5, SamplingParams(**GREEDY, max_new_tokens=9), progress=False)
     assert not llm.engine.has_work()
     assert llm.engine.pool.audit() == []
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_collections_leave_the_loaded_model_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+) -> None:
+    """In every step, and afterwards only if the process had frozen its heap itself."""
+    llm, counts = LLM(folder, max_seq_len=64), list[int]()
+    step = llm.engine.step
+
+    def counted():
+        counts.append(gc.get_freeze_count())
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    try:
+        llm.generate("x", SamplingParams(**GREEDY, max_new_tokens=3), progress=False)
+        assert min(counts) > 0
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.freeze()  # as for all tests
 
 
 def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
