@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from tests.unit.server.echo import LIMIT, EchoEngine, serving
-from tests.unit.server.exchange import assert_refused, chat, completion, error_of
+from tests.unit.server.echo import EchoEngine, serving
+from tests.unit.server.exchange import assert_refused, chat, completion
 
 
 def test_an_answer_can_be_sent_back_as_it_came(client: httpx.Client) -> None:
@@ -62,41 +61,6 @@ def test_a_capability_that_is_refused_is_refused_with_its_reason(folder: Path) -
 TEXT = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
 
-@pytest.mark.parametrize("content", ["", "a text", TEXT, []], ids=repr)
-def test_a_prediction_changes_no_answer(content: Any, client: httpx.Client) -> None:
-    answers = [
-        client.post("/v1/chat/completions", json=chat(prediction=prediction)).json()
-        for prediction in (None, {"type": "content", "content": content})
-    ]
-    assert [answer["choices"] for answer in answers[:1]] == [answer["choices"] for answer in answers[1:]]
-    assert answers[0]["usage"] == answers[1]["usage"]
-
-
-@pytest.mark.parametrize(
-    ("prediction", "status", "param", "told"),
-    [
-        ("a text", 422, "prediction", "prediction is 'a text'; "),
-        ({}, 400, "prediction.type", "The field prediction.type is missing."),
-        ({"type": "content"}, 400, "prediction.content", "The field prediction.content is missing."),
-        ({"type": "other", "content": "a"}, 422, "prediction.type", "prediction.type is 'other'; input should be 'c"),
-        ({"type": "content", "content": 5}, 422, "prediction.content", "content is 5; it must be a text or a list"),
-        ({"type": "content", "content": [{"type": "image"}]}, 422, "prediction.content", "a part of the type 'image'"),
-        ({"type": "content", "content": "a", "more": 1}, 422, "prediction.more", "The field prediction.more is unk"),
-        (
-            {"type": "content", "content": "x " * LIMIT},
-            422,
-            "prediction.content",
-            f"at most {LIMIT - 1}, since",
-        ),
-    ],
-)
-def test_a_prediction_that_is_none_is_refused(
-    prediction: Any, status: int, param: str, told: str, client: httpx.Client
-) -> None:
-    response = client.post("/v1/chat/completions", json=chat(prediction=prediction))
-    assert_refused(response, param, told, status)
-
-
 def test_an_answer_without_a_limit_may_take_all_that_fits(folder: Path) -> None:
     engine = EchoEngine(folder)
     engine.pool.request_capacity = 300
@@ -106,8 +70,3 @@ def test_an_answer_without_a_limit_may_take_all_that_fits(folder: Path) -> None:
             answer = client.post(path, json=body | {"ignore_eos": True}).json()
             assert answer["usage"]["total_tokens"] == 300, path
             assert answer["choices"][0]["finish_reason"] == "length", path
-
-
-def test_completions_know_no_prediction(client: httpx.Client) -> None:
-    body = completion(prediction={"type": "content", "content": "a"})
-    assert error_of(client.post("/v1/completions", json=body))["code"] == "unknown_field"

@@ -74,21 +74,6 @@ def test_no_text_ends_a_frame(text: str) -> None:
     assert json.loads(data.removeprefix("data: ")) == {"text": text}
 
 
-@given(text=st.text(), token_id=st.integers(0, 2**31), is_named=st.booleans(), model=st.text(min_size=1))
-def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_named: bool, model: str) -> None:
-    """Most of it is made once a request; what results is what json would have made."""
-    stream, _ = make_stream()
-    frames = CompletionFrames(Answer("id", [stream]), model, tokenizer=None, is_named=is_named, wants_usage=True)  # type: ignore[arg-type]
-    encoded = frames.tokens(stream, [StepOutput("id", token_id, text)]).decode()
-    name = ["event: token"] if is_named else []
-    *head, data, end, last = encoded.split("\n")
-    assert (head, end, last) == (name, "", "")
-    chunk = json.loads(data.removeprefix("data: "))
-    assert chunk["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
-    assert (chunk["token_id"], chunk["model"], chunk["object"]) == (token_id, model, "text_completion")
-    assert chunk.get("usage", "none") == ("none" if is_named else None)
-
-
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
     abandoned: list[str] = []
     limits: Any = {"max_unread_bytes": max_unread_bytes, "num_segment_tokens": 2, "abandon": abandoned.append}

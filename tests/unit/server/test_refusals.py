@@ -88,179 +88,99 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 AS_TEXT = "it must be a text or a list of parts of type text."
 AS_PROMPT = "it must be a text or a list of token ids, or a list of prompts."
 EMPTY = "is empty; give at least one character of text or one token id."
-ONLY = "this server accepts only"
 
 
 def said(role: str, content: Any = "x", **more: Any) -> dict[str, Any]:
     return chat() | {"messages": [{"role": role, "content": content, **more}]}
 
 
-REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+OPENED = {"continue_final_message": True, "add_generation_prompt": False}
+LENGTHS = f"this server allows at most {LIMIT} tokens for prompt and answer together."
+INVALID: list[tuple[dict[str, Any], str, str]] = [
     (completion(n=0), "n", "n is 0; input should be greater than or equal to 1."),
     (completion(n="x" * 99), "n", f"n is '{'x' * 59}...; input should be a valid integer."),
     (completion(max_tokens=0), "max_tokens", "max_tokens is 0; it must be at least 1, or 0 together with echo."),
-    *(
-        (
-            body(**{"max_tokens": 1, name: LIMIT + 1}),
-            name,
-            f"{name} is {LIMIT + 1}; this server allows at most {LIMIT} tokens for prompt and answer together.",
-        )
-        for body, name in ((completion, "max_tokens"), (chat, "max_tokens"), (chat, "max_completion_tokens"))
-    ),
-    (
-        completion(best_of=2),
-        "best_of",
-        "best_of is 2 and n is 1; every answer is returned, so best_of must equal n.",
-    ),
+    *((body(**{"max_tokens": 1, name: LIMIT + 1}), name, f"{name} is {LIMIT + 1}; {LENGTHS}")
+      for body, name in ((completion, "max_tokens"), (chat, "max_tokens"), (chat, "max_completion_tokens"))),
+    (completion(best_of=2), "best_of",
+     "best_of is 2 and n is 1; every answer is returned, so best_of must equal n."),
     (completion(stop=["a"] * 17), "stop", "stop holds 17 strings; it may hold at most 16."),
     (completion(stop="x" * 257), "stop", "stop holds a string of more than 256 characters; shorten it."),
     (completion(logit_bias=[5]), "logit_bias", "logit_bias is [5]; it must be an object of token ids and numbers."),
-    *(
-        (
-            completion(logit_bias={key: 1}),
-            "logit_bias",
-            f"logit_bias has the key '{key}'; a key must be a token id, such as \"11\".",
-        )
-        for key in ("x", "05", "-1", "9" * 11)
-    ),
+    *((completion(logit_bias={key: 1}), "logit_bias",
+       f'logit_bias has the key {key!r}; a key must be a token id, such as "11".')
+      for key in ("x", "05", "-1", "9" * 11)),
     *((completion(empty), "prompt", f"prompt {EMPTY}") for empty in ("", [], [""], [[]], ["a", ""], [[1], []])),
-    *(
-        (completion(prompt), "prompt", f"prompt is {prompt!r}; {AS_PROMPT}")
-        for prompt in ({}, 7, [1.5], [True], [1, "a"], None)
-    ),
+    *((completion(prompt), "prompt", f"prompt is {prompt!r}; {AS_PROMPT}")
+      for prompt in ({}, 7, [1.5], [True], [1, "a"], None)),
     (completion(["a"] * 65), "prompt", "prompt holds 65 prompts; it may hold at most 64."),
     (completion(["a", [1]]), "prompt", "prompt holds texts and lists of token ids; send them in two requests."),
-    *(
-        (
-            completion(prompt),
-            "prompt",
-            f"The prompt holds the token id {index}; this model's ids are integers from 0 to {VOCAB - 1}.",
-        )
-        for prompt, index in (([VOCAB], VOCAB), ([[1], [-1]], -1), ([[1], [1, VOCAB]], VOCAB))
-    ),
+    *((completion(prompt), "prompt",
+       f"The prompt holds the token id {index}; this model's ids are integers from 0 to {VOCAB - 1}.")
+      for prompt, index in (([VOCAB], VOCAB), ([[1], [-1]], -1), ([[1], [1, VOCAB]], VOCAB))),
     (chat(top_logprobs=2), "top_logprobs", "top_logprobs is 2 and logprobs is not true; set logprobs to true too."),
-    (
-        chat(chat_template_kwargs={"enable_thinking": True}),
-        "chat_template_kwargs.enable_thinking",
-        "enable_thinking is true; this model's chat format does not read it: leave it out or set it to false.",
-    ),
-    (
-        chat(continue_final_message=True),
-        "add_generation_prompt",
-        "continue_final_message is true and add_generation_prompt is not false; set that to false.",
-    ),
-    *(
-        (
-            {**body, "continue_final_message": True, "add_generation_prompt": False},
-            "continue_final_message",
-            "continue_final_message is true; the last message must be the assistant's, without tool_calls.",
-        )
-        for body in (chat(), said("assistant", tool_calls=[CALL]))
-    ),
-    (
-        chat(segments=["a"], chunks=["b"]),
-        "chunks",
-        "chunks is the former name of segments, and both are given; leave chunks out.",
-    ),
-    *(
-        (
-            chat(segments=[one]),
-            "segments",
-            f"segments holds {shown}; give the id of a segment, or an object with content.",
-        )
-        for one, shown in ((5, "5"), ("", "''"), ("x" * 81, f"'{'x' * 59}..."))
-    ),
+    (chat(chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking",
+     "enable_thinking is true; this model's chat format does not read it: leave it out or set it to false."),
+    (chat(continue_final_message=True), "add_generation_prompt",
+     "continue_final_message is true and add_generation_prompt is not false; set that to false."),
+    *((body | OPENED, "continue_final_message",
+       "continue_final_message is true; the last message must be the assistant's, without tool_calls.")
+      for body in (chat(), said("assistant", tool_calls=[CALL]))),
+    (chat(prediction={"type": "content", "content": "x " * LIMIT}), "prediction.content",
+     f"prediction.content has at least {2 * LIMIT} tokens; it may have at most {LIMIT - 1}, since no answer of this "
+     "server is longer: shorten it."),
+    (chat(segments=["a"], chunks=["b"]), "chunks",
+     "chunks is the former name of segments, and both are given; leave chunks out."),
+    *((chat(segments=[one]), "segments",
+       f"segments holds {shown}; give the id of a segment, or an object with content.")
+      for one, shown in ((5, "5"), ("", "''"), ("x" * 81, f"'{'x' * 59}..."))),
     (chat(segments=[{"content": ""}]), "segments", f"segments holds {{'content': ''}}; content {EMPTY}"),
     (chat(segments=5), "segments", "segments is 5; it must be a list of ids and of objects with content."),
     (said("robot"), "messages.0.role", "role is 'robot'; the roles are system, user, assistant and tool."),
     (said("user", 5), "messages.0.content", f"content is 5; {AS_TEXT}"),
     (said("user", None), "messages.0", f"content is None; {AS_TEXT}"),
-    (
-        said("user", [{"type": "text"}]),
-        "messages.0.content",
-        'content holds the part {\'type\': \'text\'}; a part must be {"type": "text", "text": "..."}.',
-    ),
-    (
-        said("user", tool_calls=[CALL]),
-        "messages.0",
-        "tool_calls is given with the role user; only an assistant calls tools.",
-    ),
-    *(
-        (
-            said(role, tool_call_id=call_id),
-            "messages.0",
-            f"tool_call_id is {call_id!r} with the role {role}; the role tool needs it, and no other has it.",
-        )
-        for role, call_id in (("user", "c"), ("assistant", "c"), ("tool", None))
-    ),
-    (
-        chat() | {"messages": []},
-        "messages",
-        "messages is []; list should have at least 1 item after validation, not 0.",
-    ),
+    (said("user", [{"type": "text"}]), "messages.0.content",
+     'content holds the part {\'type\': \'text\'}; a part must be {"type": "text", "text": "..."}.'),
+    (said("user", tool_calls=[CALL]), "messages.0",
+     "tool_calls is given with the role user; only an assistant calls tools."),
+    *((said(role, tool_call_id=one), "messages.0",
+       f"tool_call_id is {one!r} with the role {role}; the role tool needs it, and no other has it.")
+      for role, one in (("user", "c"), ("assistant", "c"), ("tool", None))),
+    (chat() | {"messages": []}, "messages",
+     "messages is []; list should have at least 1 item after validation, not 0."),
     (chat() | {"messages": "x"}, "messages", "messages is 'x'; input should be a valid list."),
-]
+]  # fmt: skip
 UNSUPPORTED: list[tuple[dict[str, Any], str, str]] = [
-    (completion(suffix="x"), "suffix", f"suffix is 'x'; {ONLY} \"\" or null; or leave it out."),
-    (completion(use_beam_search=0), "use_beam_search", f"use_beam_search is 0; {ONLY} false or null; or leave it out."),
-    (completion(length_penalty=True), "length_penalty", f"length_penalty is True; {ONLY} 1 or null; or leave it out."),
-    (
-        completion(thinking_budget=5),
-        "thinking_budget",
-        "thinking_budget is 5; leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>.",
-    ),
-    (
-        completion(guided_regex="a"),
-        "guided_regex",
-        "guided_regex asks for a grammar, and phase 12 is the first whose engine has them: leave it out.",
-    ),
-    *(
-        (
-            said("user", [{"type": "text", "text": "x"}, {"type": kind}]),
-            "messages.0.content",
-            f"content holds a part of the type '{kind}'; this server reads text alone, in parts of the type text.",
-        )
-        for kind in ("image_url", "input_audio", "file")
-    ),
-    *(
-        (said(role, **{name: value}), f"messages.0.{name}", f"{name} is {value!r}; {ONLY} {allowed}; or leave it out.")
-        for role, name, value, allowed in (
-            ("user", "images", ["x"], "[] or null"),
-            ("assistant", "audio", {"id": "x"}, "null"),
-            ("assistant", "function_call", {"name": "f"}, "null"),
-        )
-    ),
-]
-OTHERS: list[tuple[dict[str, Any], int, str, str, str]] = [
-    (completion(model="x" * 99), 422, "model_not_found", "model", f"model is '{'x' * 80}'; this server serves 'echo'."),
-    (
-        completion(odd=1),
-        422,
-        "unknown_field",
-        "odd",
-        "The field odd is unknown; leave it out. docs/API.md lists the fields.",
-    ),
-    (
-        {"model": "echo", "n": 0, "prompt": "a"} | {"messages": []},
-        422,
-        "invalid_value",
-        "n",
-        "n is 0; input should be greater than or equal to 1.",
-    ),
-    (
-        {"model": "echo", "messages": [{"role": "user"}]},
-        400,
-        "missing_field",
-        "messages.0.content",
-        "The field messages.0.content is missing.",
-    ),
-]
+    *((completion(**{name: value}), name, f"{name} is {value!r}; this server accepts only {allowed}; or leave it out.")
+      for name, value, allowed in (("suffix", "x", '"" or null'), ("use_beam_search", 0, "false or null"),
+                                   ("length_penalty", True, "1 or null"))),
+    (completion(thinking_budget=5), "thinking_budget",
+     "thinking_budget is 5; leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."),
+    (completion(guided_regex="a"), "guided_regex",
+     "guided_regex asks for a grammar, and phase 12 is the first whose engine has them: leave it out."),
+    *((said("user", [{"type": "text", "text": "x"}, {"type": kind}]), "messages.0.content",
+       f"content holds a part of the type '{kind}'; this server reads text alone, in parts of the type text.")
+      for kind in ("image_url", "input_audio", "file")),
+    *((said(role, **{name: value}), f"messages.0.{name}",
+       f"{name} is {value!r}; this server accepts only {allowed}; or leave it out.")
+      for role, name, value, allowed in (("user", "images", ["x"], "[] or null"),
+                                         ("assistant", "audio", {"id": "x"}, "null"),
+                                         ("assistant", "function_call", {"name": "f"}, "null"))),
+]  # fmt: skip
+REFUSALS: list[tuple[int, str, dict[str, Any], str, str]] = [
+    *((422, "invalid_value", *row) for row in INVALID),
+    *((422, "unsupported", *row) for row in UNSUPPORTED),
+    (422, "model_not_found", completion(model="x" * 99), "model",
+     f"model is '{'x' * 80}'; this server serves 'echo'."),
+    (422, "unknown_field", completion(odd=1), "odd",
+     "The field odd is unknown; leave it out. docs/API.md lists the fields."),
+    (400, "missing_field", said("user") | {"messages": [{"role": "user"}], "n": 0}, "messages.0.content",
+     "The field messages.0.content is missing."),
+]  # fmt: skip
 
 
 def test_every_refusal_has_its_status_code_field_and_sentence(client: httpx.Client) -> None:
-    table = [(body, 422, "invalid_value", param, told) for body, param, told in REFUSALS]
-    table += [(body, 422, "unsupported", param, told) for body, param, told in UNSUPPORTED]
-    for body, status, code, param, told in table + OTHERS:
+    for status, code, body, param, told in REFUSALS:
         path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
         response = client.post(path, json=body)
         error = {"message": told, "type": "invalid_request_error", "param": param, "code": code}

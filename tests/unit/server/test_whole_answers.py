@@ -62,6 +62,10 @@ def echoed(tokenizer: Tokenizer, prompt: Any, prompt_ids: list[int], body: dict[
     return Choice(prompt, prompt_ids, ids, texts, "length")
 
 
+Entry = tuple[int, str, float | None, dict[int, float]]
+"""A token, what it adds to the text, its log-probability, and those of the most likely tokens, in their order."""
+
+
 class Case:
     """A request, and everything that is expected of its answer."""
 
@@ -106,6 +110,8 @@ class Case:
         given["logit_bias"] = {int(name): bias for name, bias in (body["logit_bias"] or {}).items()}
         if body["top_k"] not in (None, 0, -1):
             given["top_k"] = int(body["top_k"])
+        if body.get("prediction"):
+            given["prediction_ids"] = tuple(self.tokenizer.encode("ab", add_special_tokens=False))
         if self.has_echo:
             given["prompt_logprobs"] = 0 if self.num_top is None and most == 0 else self.num_top
         least = min(body["min_tokens"] or 0, most)
@@ -131,8 +137,6 @@ class Case:
             usage["completion_tokens_details"] = dict(zip(names, drafts, strict=True))
         return usage
 
-    # Log-probabilities: an entry is a token, what it adds to the text, its value, and those of the most likely tokens.
-
     def name(self, token_id: int) -> str:
         if token_id in self.tokenizer.special_ids:
             return str(self.tokenizer.backend.id_to_token(token_id))
@@ -141,69 +145,53 @@ class Case:
         except UnicodeDecodeError as error:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
 
-    def entries(self, choice: Choice) -> list[tuple[int, str, float | None, list[tuple[int, float]]]]:
-        if self.num_top is None:
-            return []
-        special = self.tokenizer.special_ids
+    def entries(self, choice: Choice) -> list[Entry]:
+        special, num_top, found = self.tokenizer.special_ids, self.num_top, []
         first = next((token_id for token_id in choice.prompt_ids if token_id not in special), choice.prompt_ids[0])
-        found = []
-        for token_id, text in zip(choice.ids, choice.texts, strict=True):
-            top = [(first + rank, -1.0 - rank) for rank in range(self.num_top)]
-            if top and token_id not in dict(top):
-                top.append((token_id, -0.5))
-            found.append((token_id, text, -0.5, top))
+        for token_id, text in zip(choice.ids, choice.texts, strict=True) if num_top is not None else ():
+            top = {1 if rank == 1 else first + rank: -1.0 - rank for rank in range(num_top or 0)}
+            found.append((token_id, text, -0.5, {**top, token_id: top.get(token_id, -0.5)} if top else {}))
         return found
 
-    def echo_entries(self, choice: Choice) -> list[tuple[int, str, float | None, list[tuple[int, float]]]]:
+    def echo_entries(self, choice: Choice) -> list[Entry]:
         if self.num_top is None or not self.has_echo:
             return []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts = [
-            self.name(token_id) if token_id in self.tokenizer.special_ids else decoder.decode(self.piece(token_id))
-            for token_id in choice.prompt_ids
-        ]
+        special, ids, piece = self.tokenizer.special_ids, choice.prompt_ids, self.tokenizer.token_bytes
+        texts = [self.name(each) if each in special else decoder.decode(piece(each)) for each in ids]
         if isinstance(choice.prompt, str) and "".join(texts) != choice.prompt:
             texts[0] = ""  # the tokenizer's own
-        tops = [[(token_id, -float(token_id))] * min(1, self.num_top) for token_id in choice.prompt_ids]
-        values = [None, *(-float(token_id) for token_id in choice.prompt_ids[1:])]
-        return list(zip(choice.prompt_ids, texts, values, tops, strict=True))
+        tops = [{token_id: -float(token_id)} if self.num_top else {} for token_id in ids]
+        return list(zip(ids, texts, [None, *(-float(each) for each in ids[1:])], tops, strict=True))
 
-    def piece(self, token_id: int) -> bytes:
-        return self.tokenizer.token_bytes(token_id)
-
-    def logprobs(self, entries: list[Any], offset: int = 0) -> Any:
+    def logprobs(self, entries: list[Entry], offset: int = 0) -> Any:
         if not entries:
             return None
         if self.is_chat:
             content = []
             for token_id, _, value, top in entries:
-                most_likely = [self.named(*one) for one in top[: self.num_top]]
+                most_likely = list(itertools.starmap(self.named, top.items()))[: self.num_top]
                 content.append(self.named(token_id, value) | {"top_logprobs": most_likely})
             return {"content": content, "refusal": None}
-        lengths = [len(text) for _, text, _, _ in entries]
+        starts = itertools.accumulate((len(text) for _, text, _, _ in entries), initial=offset)
         return {
             "tokens": [self.name(token_id) for token_id, *_ in entries],
             "token_logprobs": [value for _, _, value, _ in entries],
             "top_logprobs": [
-                None if value is None else {self.name(one): each for one, each in reversed(top)}
+                None if value is None else {self.name(each): top[each] for each in reversed(top)}
                 for _, _, value, top in entries
             ],
-            "text_offset": [offset + sum(lengths[:number]) for number in range(len(lengths))],
+            "text_offset": list(starts)[:-1],
         }
 
-    def named(self, token_id: int, value: float) -> dict[str, Any]:
-        shown = list(self.piece(token_id)) or None
+    def named(self, token_id: int, value: float | None) -> dict[str, Any]:
+        shown = list(self.tokenizer.token_bytes(token_id)) or None
         return {"token": self.name(token_id), "logprob": value, "bytes": shown}
 
     def echo(self, choice: Choice) -> str:
-        if not self.has_echo:
-            return ""
-        return choice.prompt if isinstance(choice.prompt, str) else "".join(map(self.spelled, choice.prompt))
-
-    def spelled(self, token_id: int) -> str:
-        return self.name(token_id) if token_id in self.tokenizer.special_ids else self.piece(token_id).decode("latin-1")
-
-    # The answer.
+        if not self.has_echo or isinstance(choice.prompt, str):
+            return str(choice.prompt) if self.has_echo else ""
+        return "".join(map(self.name, choice.prompt))
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -217,33 +205,25 @@ class Case:
 
     def frames(self, index: int) -> list[tuple[int, Any]]:
         """The frames of one choice, without usage, each with the number of the choice's tokens up to it."""
-        choice, found = self.choices[index], []
-        entries, begun = self.entries(choice), self.echo_entries(choice)
+        choice, entries = self.choices[index], self.entries(self.choices[index])
         blank = {"index": index, "logprobs": None, "finish_reason": None}
-        end = {"finish_reason": choice.reason, "stop_reason": choice.stop}
+        end = {**blank, "finish_reason": choice.reason, "stop_reason": choice.stop}
+        found: list[tuple[int, Any]] = []
         if self.is_chat:
             found.append((0, {"choices": [{**blank, "delta": {"role": "assistant", "content": ""}}]}))
             for number, text in enumerate(choice.texts):
-                logprobs = self.logprobs(entries[number : number + 1])
-                if text or logprobs:
-                    found.append(
-                        (number + 1, {"choices": [{**blank, "delta": {"content": text}, "logprobs": logprobs}]})
-                    )
-            if not self.is_failed:
-                found.append((len(choice.ids), {"choices": [{**blank, "delta": {}, **end}]}))
-            return found
-        shown, length = self.echo(choice), 0
+                shown = {**blank, "delta": {"content": text}, "logprobs": self.logprobs(entries[number : number + 1])}
+                if text or shown["logprobs"]:
+                    found.append((number + 1, {"choices": [shown]}))
+            return [*found, (len(choice.ids), {"choices": [{**end, "delta": {}}]})]
+        echo, begun, length = self.echo(choice), self.echo_entries(choice), 0
         for number, (token_id, text) in enumerate(zip(choice.ids, choice.texts, strict=True)):
             logprobs = self.logprobs(begun + entries[number : number + 1], length)
-            found.append(
-                (number + 1, {"choices": [{**blank, "text": shown + text, "logprobs": logprobs}], "token_id": token_id})
-            )
-            length += len(shown + text)
-            shown, begun = "", []
-        if not self.is_failed and not self.is_named:
-            last = {**blank, "text": shown, "logprobs": self.logprobs(begun), **end}
-            found.append((len(choice.ids), {"choices": [last], "token_id": None}))
-        return found
+            shown = {**blank, "text": echo + text, "logprobs": logprobs}
+            found.append((number + 1, {"choices": [shown], "token_id": token_id}))
+            echo, begun, length = "", [], length + len(shown["text"])
+        last = {**end, "text": echo, "logprobs": self.logprobs(begun)}
+        return [*found, (len(choice.ids), {"choices": [last], "token_id": None})]
 
     def tail(self) -> list[tuple[str | None, Any]]:
         """The frames of all choices together, without heads."""
@@ -251,13 +231,8 @@ class Case:
         if self.is_failed:
             return [("error" if self.is_named else None, {"error": FAILURE}), *done]
         if self.is_named:
-            choices = []
-            for index, choice in enumerate(self.choices):
-                is_begun = bool(choice.ids)
-                begun = [] if is_begun else self.echo_entries(choice)
-                shown = {"text": "" if is_begun else self.echo(choice), "logprobs": self.logprobs(begun)}
-                choices.append({"index": index, **shown, "finish_reason": choice.reason, "stop_reason": choice.stop})
-            return [("done", {"choices": choices, "token_id": None, "usage": self.usage()})]
+            ends = [self.frames(index)[-1][1]["choices"][0] for index in range(len(self.choices))]
+            return [("done", {"choices": ends, "token_id": None, "usage": self.usage()})]
         usage: list[tuple[str | None, Any]] = [(None, {"choices": [], "usage": self.usage()})]
         return (usage if self.wants_usage else []) + done
 
@@ -270,8 +245,13 @@ class Observed:
         self.clients = {accept: running.client(accept) for accept in ("*/*", "text/event-stream")}
         self.given: list[tuple[Any, SamplingParams, str]] = []
         self.lines: list[dict[str, Any]] = []
-        add = running.engine.add_request
-        running.engine.add_request = lambda *new: (self.given.append(new), add(*new))[1]  # type: ignore[method-assign,assignment,misc,arg-type]
+        self._add = running.engine.add_request
+        running.engine.add_request = self.add  # type: ignore[method-assign]
+
+    def add(self, prompt: Any, params: SamplingParams, request_id: str | None = None) -> str:
+        assert request_id is not None
+        self.given.append((prompt, params, request_id))
+        return self._add(prompt, params, request_id)
 
     def counted(self) -> Counter[str]:
         """The counters that requests change, and the gauges."""
@@ -319,59 +299,34 @@ def observed(folder: Path) -> Iterator[Observed]:
 TEXTS = st.text('abcé日"\n\u2028', min_size=1, max_size=3)
 PROMPTS = TEXTS | st.tuples(st.sampled_from([EOT, POISON]), TEXTS, st.sampled_from(["", EOT])).map("".join)
 IDS = st.sampled_from([[0], [70, 71], [5, 70, 0, 72]])
-COMMON: dict[str, Any] = {
-    "n": st.sampled_from([None, 1, 2]),
-    "temperature": st.sampled_from([None, 0, 0.5]),
-    "top_p": st.sampled_from([None, 0.5]),
-    "top_k": st.sampled_from([None, 0, -1, 5, 5.0]),
-    "min_p": st.sampled_from([None, 0.25]),
-    "repetition_penalty": st.sampled_from([None, 1.5]),
-    "presence_penalty": st.sampled_from([None, -2, 1]),
-    "frequency_penalty": st.sampled_from([None, 0.5]),
-    "logit_bias": st.sampled_from([None, {}, {"70": 1, "5": -3.5}]),
-    "min_tokens": st.sampled_from([None, 0, 1, 2, 9]),
-    "stop": st.sampled_from([None, [], "c", ["q", "b"], "日", "t"]),
-    "stop_token_ids": st.sampled_from([None, [], [72], [0, 73.0]]),
-    "seed": st.sampled_from([None, 0, 7, 2**64 - 1]),
-    "ignore_eos": st.sampled_from([None, False, True]),
-    "cache_salt": st.sampled_from([None, "s"]),
-    "use_speculative_decoding": st.sampled_from([None, False]),
-    "stream": st.sampled_from([None, False, True]),
-    "stream_options": st.sampled_from(
-        [
-            None,
-            {},
-            {"include_usage": True},
-            {"include_usage": True, "continuous_usage_stats": True},
-            {"continuous_usage_stats": True},
-        ]
-    ),
-}
+OPTIONS = [{}, {"include_usage": True}, {"continuous_usage_stats": True}]
+COMMON: dict[str, list[Any]] = {
+    "n": [None, 1, 2], "temperature": [None, 0, 0.5], "top_p": [None, 0.5], "top_k": [None, 0, -1, 5, 5.0],
+    "min_p": [None, 0.25], "repetition_penalty": [None, 1.5], "presence_penalty": [None, -2, 1],
+    "frequency_penalty": [None, 0.5], "logit_bias": [None, {}, {"70": 1, "5": -3.5}], "min_tokens": [None, 0, 1, 2, 9],
+    "stop": [None, [], "c", ["q", "b"], "日", "t"], "stop_token_ids": [None, [], [72], [0, 73.0]],
+    "seed": [None, 0, 7, 2**64 - 1], "ignore_eos": [None, False, True], "cache_salt": [None, "s"],
+    "use_speculative_decoding": [None, False], "stream": [None, False, True],
+    "stream_options": [None, *OPTIONS, OPTIONS[1] | OPTIONS[2]], "max_tokens": [1, 2, 3, 5, 7],
+}  # fmt: skip
+TURNS = [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
+TALKING: dict[str, list[Any]] = {
+    "max_completion_tokens": [None, 3], "logprobs": [None, False, True], "top_logprobs": [None, 0, 2],
+    "prediction": [None, {"type": "content", "content": [{"type": "text", "text": each} for each in "ab"]}],
+}  # fmt: skip
+COMPLETING: dict[str, list[Any]] = {
+    "logprobs": [None, 0, 1, 2], "echo": [None, True], "add_special_tokens": [None, False],
+}  # fmt: skip
+
+
+def bodies(values: dict[str, list[Any]], **more: Any) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({name: st.sampled_from(each) for name, each in values.items()} | more)
+
+
 ACCEPTS = st.sampled_from(["*/*", "text/event-stream"])
-COMPLETION = st.fixed_dictionaries(
-    COMMON
-    | {
-        "prompt": PROMPTS | IDS | st.lists(PROMPTS, min_size=1, max_size=2) | st.lists(IDS, min_size=1, max_size=2),
-        "max_tokens": st.integers(1, 7),
-        "logprobs": st.sampled_from([None, 0, 1, 2]),
-        "echo": st.sampled_from([None, True]),
-        "add_special_tokens": st.sampled_from([None, False]),
-    }
-)
-TALK = st.fixed_dictionaries(
-    COMMON
-    | {
-        "messages": st.lists(
-            st.sampled_from([{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]),
-            min_size=1,
-            max_size=3,
-        ),
-        "max_tokens": st.integers(1, 7),
-        "max_completion_tokens": st.sampled_from([None, None, 3]),
-        "logprobs": st.sampled_from([None, False, True]),
-        "top_logprobs": st.sampled_from([None, 0, 2]),
-    }
-)
+ANY_PROMPT = PROMPTS | IDS | st.lists(PROMPTS, min_size=1, max_size=2) | st.lists(IDS, min_size=1, max_size=2)
+COMPLETION = bodies(COMMON | COMPLETING, prompt=ANY_PROMPT)
+TALK = bodies(COMMON | TALKING, messages=st.lists(st.sampled_from(TURNS), min_size=1, max_size=3))
 
 
 @settings(max_examples=250)
@@ -469,7 +424,8 @@ def check_stream(case: Case, found: list[tuple[str | None, Any]], created: range
     assert {name for name, _ in own} <= {"token" if case.is_named else None}
     assert [("usage" in data) for _, data in own] == [case.wants_usage] * len(own)
     usages = [data.pop("usage", None) for _, data in own]
-    remaining = [case.frames(index) for index in range(len(case.choices))]
+    has_ends = not case.is_failed and not case.is_named  # of each choice
+    remaining = [case.frames(index)[: None if has_ends else -1] for index in range(len(case.choices))]
     num_tokens = [0] * len(case.choices)
     for (_, data), usage in zip(own, usages, strict=True):
         index = data["choices"][0]["index"]
