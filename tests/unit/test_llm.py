@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shared.engine.llm import LLM
+from shared.engine.prompt import CheckedIds, check_prompt
 from shared.errors import ConfigError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
@@ -137,6 +138,20 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
     assert not llm.engine.has_work()
     (answer,) = llm.generate("x", SamplingParams(**GREEDY, max_new_tokens=3), progress=False)
     assert len(answer.token_ids) == 3, "a bare text is one prompt"
+
+
+def test_checked_ids_are_looked_at_again_only_for_a_smaller_vocabulary() -> None:
+    ids = CheckedIds.of([3, 9], 10, 8)
+    assert check_prompt(ids, 10, 8) == [3, 9]
+    with pytest.raises(RequestError, match="the token id 9;"):
+        check_prompt(ids, 9, 8)
+    with pytest.raises(RequestError, match="maximum context length is 2 tokens"):
+        check_prompt(ids, 10, 2)
+    with pytest.raises(RequestError, match="the token id True;"):
+        CheckedIds.of([3, True], 10, 8)
+    ids = CheckedIds([-1])
+    ids.vocab_size = 10
+    assert check_prompt(ids, 10, 8) == [-1], "it is not looked at"
 
 
 def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
