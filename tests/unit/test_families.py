@@ -3,7 +3,9 @@
 Phi-3 stores queries, keys and values in one tensor, and gate and up in another. Qwen3-MoE has a number of experts.
 """
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from shared.tracks.ranks.model import load_part
 from tests import experts
 from tests.ranks import on_ranks
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 PHI3 = Family(
     llama.LlamaBlock,
     llama.LAYER_NAMES
@@ -238,6 +241,11 @@ def test_a_tensor_that_does_not_fit_its_parameters_is_refused(
 def test_what_is_not_supported_for_them_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InferError, match=r"several matrices in one tensor.*quantized while it loads"):
         quantize_checkpoint(str(folders["phi3"]), tmp_path / "quantized", "int8")
+    shutil.copytree(folders["phi3"], stored := tmp_path / "stored")
+    config = json.loads((stored / "config.json").read_text()) | {"quantization_config": GPTQ}
+    (stored / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFolderError, match=r"has .*qkv_proj quantized, and .*q_proj is not this tensor as a whole"):
+        load_model(stored, quantize=quantizer())
     for name, folder in folders.items():
         with pytest.raises(ConfigError, match=f"{name!r} have sizes or tensors of their own that are not sharded"):
             on_ranks(2, lambda ranks, folder=folder: load_part(folder, ranks))

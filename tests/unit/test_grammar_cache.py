@@ -86,6 +86,8 @@ def test_those_used_last_are_kept_within_the_bytes() -> None:
         cache.get(grammar)
     assert [cache.known(grammar) is not None for grammar in GRAMMARS[:4]] == [True, False, True, True]
     assert cache.used_bytes == 12
+    cache.get(GRAMMARS[1])
+    assert cache.num_compiled == 5, "what was dropped is compiled again"
     tiny = GrammarCache(lambda grammar: grammar.text, len, most_bytes=1)
     for grammar in GRAMMARS:
         assert tiny.get(grammar) == grammar.text

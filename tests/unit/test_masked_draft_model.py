@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from shared.checkpoints.make import make_checkpoint
+from shared.checkpoints.shapes import SHAPES
 from shared.grammar.constraint import Constraint
 from shared.grammar.grammar import Grammar
 from shared.sampling.params import SamplingParams
@@ -32,17 +35,17 @@ REQUESTS = [
 ] + [([7, 7], {"max_new_tokens": 20, "seed": 5})]
 
 
-def drafting(folder: Path, pool: int | None, method: str, *, is_masked: bool = True) -> Any:
-    """An engine whose draft model is the model itself; notes the drafts that the grammar refuses."""
+def drafting(folder: Path, pool: int | None, method: str, draft: Path | None = None, *, is_masked: bool = True) -> Any:
+    """An engine whose draft model is by default the model itself; notes the drafts that the grammar refuses."""
     options = {
         "use_speculative_decoding": True,
-        "draft_model": str(folder),
+        "draft_model": str(draft or folder),
         "adapt_spec_length": False,
         "spec_length": 4,
     }
     engine = make(folder, pool, **SETTINGS, **options, acceptance_method=method)
     inner = engine.drafter.drafter
-    inner.is_masked = is_masked
+    inner.is_masked &= is_masked
     propose, engine.num_refused = inner.propose, 0
 
     def noting(schedule: Schedule) -> None:
@@ -76,6 +79,20 @@ def test_a_model_that_drafts_for_itself_is_right(
     assert seen(serve(free, REQUESTS)[0]) == seen(answers)
     assert free.num_refused > 0
     assert free.runner.num_forwards > masked.runner.num_forwards
+
+
+def test_drafts_of_a_model_with_fewer_logits_stay_unmasked(
+    tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        SHAPES, "padded", SHAPES["tiny-llama"] | {"vocab_size": SHAPES["tiny-llama"]["vocab_size"] + 40}
+    )
+    target = make_checkpoint("padded", tmp_path)
+    for path in tiny_checkpoints["llama"].glob("tokenizer*"):
+        shutil.copyfile(path, target / path.name)
+    engine = drafting(target, None, "coupled", tiny_checkpoints["llama"])
+    assert seen(serve(engine, REQUESTS)[0]) == seen(serve(make(target, None, **SETTINGS), REQUESTS)[0])
+    assert engine.num_refused > 0
 
 
 def test_a_draft_that_cannot_be_computed_takes_no_mask_from_others(

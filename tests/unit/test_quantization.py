@@ -1,12 +1,12 @@
-"""Weights of 8 and 4 bits: rounding, the formats of checkpoints, and models that load with them.
+"""Weights of 8 and 4 bits: rounding, products, refusals of formats, and written checkpoints.
 
-The reference for a stored format packs its numbers one by one, as the format's publication says; the whole checkpoint
-is compared with what transformers reads where compressed-tensors is installed.
+A written checkpoint is compared with what transformers reads where compressed-tensors is installed.
 """
 
 import dataclasses
 import json
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,10 @@ from shared.quantization.weight import (
     pack_nibbles,
     unpack_nibbles,
 )
+from tests.stored_weights import Store, awq, eight_bits, fp8_blocks, gptq, packed_groups
 
 N, K, G = 48, 256, 128
-NAME = "model.layers.0.mlp.up_proj"
+NAME, WEIGHTS = "model.layers.0.mlp.up_proj", "model.safetensors"
 
 
 def logits(model: CausalLM) -> torch.Tensor:
@@ -70,19 +71,25 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> 
     assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
 
 
-@pytest.mark.parametrize(("method", "step"), [("fp8", 2**-4), ("int8", 0.5 / 127), ("int4", 0.5 / 7.5)])
-def test_rounding_is_as_near_as_the_format_allows(method: str, step: float) -> None:
-    weight = torch.randn(N, K) * torch.logspace(-3, 3, N)[:, None]
+FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+NUMBERS = {
+    "fp8": (FP8[FP8.isfinite()], 448.0),
+    "int8": (torch.arange(-127, 128), 127.0),
+    "int4": (torch.arange(-8, 8), 7.5),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rounding_is_as_near_as_the_format_allows(method: str) -> None:
+    """In units of a scale, of which the largest magnitude of its row or group has as many as the format allows."""
+    weight, (numbers, most) = torch.randn(N, K) * torch.logspace(-3, 3, N)[:, None], NUMBERS[method]
     weight[5] = 0
     rounded = quantize(weight, method)
-    error = (dequantize(rounded) - weight).abs()
-    if method == "fp8":  # three bits of mantissa, down to the smallest normal number
-        assert (error <= weight.abs() * step + weight.abs().amax(1, keepdim=True) * 2**-17).all()
-    else:
-        of_group = weight.unflatten(1, (-1, rounded.columns_per_scale)).abs().amax(2)
-        worst = step if method == "int8" else 2 * step  # 4 bits reach 7 above and 8 below
-        assert (error <= of_group.repeat_interleave(rounded.columns_per_scale, 1) * worst * 1.001).all()
-    assert torch.equal(dequantize(rounded)[5], weight[5])
+    largest = weight.unflatten(1, (-1, rounded.columns_per_scale)).abs().amax(2)
+    assert torch.equal(rounded.scales, torch.where(largest > 0, largest / most, 1))
+    scales = rounded.scales.repeat_interleave(rounded.columns_per_scale, 1)
+    least = ((weight / scales)[..., None] - numbers).abs().amin(-1)
+    assert ((dequantize(rounded) - weight).abs() <= least * scales + weight.abs() * 2**-22).all()
 
 
 def test_int4_needs_groups() -> None:
@@ -112,15 +119,20 @@ def test_the_product_is_that_of_the_dequantized_matrix(method: str, num_rows: in
         assert_near(op.linear(x, weight, bias), wanted.float(), 2**-7 if method == "int8" else 1e-6)
 
 
-@pytest.mark.parametrize("rows", [(256, 128), (200, 56, 130)])
-def test_blocks_of_merged_matrices_keep_their_scales(rows: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("rows", "sizes", "merged_size"),
+    [((256, 128), (128, 128), 128), ((200, 56, 130), (128,) * 3, 1), ((128, 8), (128, 1), 1), ((8, 128), (1, 128), 1)],
+)
+def test_blocks_of_merged_matrices_keep_their_scales(
+    rows: tuple[int, ...], sizes: tuple[int, ...], merged_size: int
+) -> None:
     weights = [
-        QuantizedWeight(torch.randn(n, K).to(torch.float8_e4m3fn), torch.rand(-(-n // 128), 2), None, 128, 128)
-        for n in rows
+        QuantizedWeight(torch.randn(n, K).to(torch.float8_e4m3fn), torch.rand(-(-n // size), 2), None, 128, size)
+        for n, size in zip(rows, sizes, strict=True)
     ]
     merged = concatenate(weights)
     assert torch.equal(dequantize(merged), torch.cat([dequantize(weight) for weight in weights]))
-    assert merged.rows_per_scale == (128 if rows == (256, 128) else 1)
+    assert merged.rows_per_scale == merged_size
 
 
 @pytest.mark.parametrize(("methods", "num_parts"), [(("fp8", "fp8"), 0), (("fp8", "int8"), 2), ((None, "fp8"), 2)])
@@ -147,132 +159,35 @@ def test_zeros_of_merged_matrices_of_which_one_has_none() -> None:
     for weights in product((plain, other), repeat=2):
         assert torch.equal(dequantize(concatenate(weights)), torch.cat([dequantize(weight) for weight in weights]))
     assert not mergeable([plain, quantize(torch.randn(3, K), "int4", 64)]), "groups of other sizes"
+    assert not mergeable([plain, dataclasses.replace(plain, scales=plain.scales.half())]), "scales of other dtypes"
 
 
 # Formats.
-
-
-def packed_one_by_one(numbers: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Numbers ``[.., 8n]`` as int32 ``[.., n]``: number ``order[i]`` of eight goes to bits 4i to 4i + 3."""
-    out = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // 8), np.uint32)
-    for i, column in enumerate(order):
-        out |= numbers[..., column::8].astype(np.uint32) << np.uint32(4 * i)
-    return torch.from_numpy(out.view(np.int32))
-
-
-GENERATOR = np.random.default_rng(0)
-NUMBERS = GENERATOR.integers(0, 16, (N, K))
-ZEROS = GENERATOR.integers(0, 16, (N, K // G))
-SCALES = torch.from_numpy(GENERATOR.random((N, K // G), np.float32)) + 0.1
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm kernel
-BLOCK_SCALES = torch.from_numpy(GENERATOR.random((1, 2), np.float32)) + 0.1
-EIGHT_BITS = torch.from_numpy(GENERATOR.integers(-127, 128, (N, K))).to(torch.int8)
-FLOATS = torch.from_numpy(GENERATOR.standard_normal((N, K), np.float32)).to(torch.float8_e4m3fn)
-
-
-def packed_columns(numbers: np.ndarray) -> torch.Tensor:
-    return packed_one_by_one(numbers).T.contiguous()
-
-
-def in_groups(zeros: Any) -> torch.Tensor:
-    spread = torch.as_tensor(np.broadcast_to(zeros, (N, K // G)).copy()).repeat_interleave(G, 1)
-    return (torch.from_numpy(NUMBERS) - spread) * SCALES.repeat_interleave(G, 1)
 
 
 def scheme(**weights: Any) -> dict[str, Any]:
     return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G, "desc_act": False, "damp_percent": 0.01, "dynamic": None}
-AWQ = {
-    "quant_method": "awq",
-    "bits": 4,
-    "group_size": G,
-    "version": "gemm",
-    "zero_point": True,
-    "modules_to_not_convert": None,
-}
-PACKED = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=True)
-ASYMMETRIC = scheme(num_bits=4, type="int", strategy="group", group_size=G, symmetric=False)
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-CT = {"quant_method": "compressed-tensors", "ignore": ["lm_head", "re:.*layers[.]7[.].*"], "transform_config": {}}
-CT |= {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}, "quantization_status": "compressed"}
-INT8 = CT | {"format": "int-quantized", "config_groups": scheme(num_bits=8, type="int", strategy="channel")}
-GPTQ_TENSORS = {
-    "qweight": packed_columns(NUMBERS),
-    "qzeros": packed_one_by_one((ZEROS.T - 1) % 16),
-    "scales": SCALES.T.contiguous(),
-    "g_idx": (torch.arange(K) // G).int(),
-}
-STORED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], torch.Tensor]] = {
-    "fp8 in blocks": (
-        BLOCKS,
-        {"weight": FLOATS, "weight_scale_inv": BLOCK_SCALES},
-        FLOATS.float() * BLOCK_SCALES.repeat_interleave(128, 1),
-    ),
-    "fp8, a scale a tensor": (
-        CT | {"format": "float-quantized", "config_groups": scheme(num_bits=8, type="float", strategy="tensor")},
-        {"weight": FLOATS, "weight_scale": torch.tensor([0.5])},
-        FLOATS.float() * 0.5,
-    ),
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": G}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": G, "version": "gemm"}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+CT = {"quant_method": "compressed-tensors", "transform_config": {}, "quantization_status": "compressed"}
+CT |= {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}
+PACKED = scheme(num_bits=4, type="int", strategy="group", group_size=G)
+STORED: dict[str, tuple[dict[str, Any], Store]] = {
+    "fp8 in blocks": (BLOCKS, fp8_blocks),
     "int8, a scale a row": (
-        INT8,
-        {"weight": EIGHT_BITS, "weight_scale": SCALES[:, :1].bfloat16()},
-        EIGHT_BITS * SCALES[:, :1].bfloat16().float(),
+        CT | {"format": "int-quantized", "config_groups": scheme(num_bits=8, type="int", strategy="channel")},
+        eight_bits,
     ),
     "packed int4": (
         CT | {"format": "pack-quantized", "config_groups": PACKED},
-        {"weight_packed": packed_one_by_one(NUMBERS), "weight_scale": SCALES, "weight_shape": torch.tensor([N, K])},
-        in_groups(8),
+        partial(packed_groups, group=G, zeros=False),
     ),
-    "packed int4 with zeros": (
-        CT | {"format": "pack-quantized", "config_groups": ASYMMETRIC},
-        {
-            "weight_packed": packed_one_by_one(NUMBERS),
-            "weight_scale": SCALES,
-            "weight_zero_point": packed_one_by_one(ZEROS.T).T.contiguous(),
-        },
-        in_groups(ZEROS),
-    ),
-    "gptq": (GPTQ | {"checkpoint_format": "GPTQ", "format": "gptq"}, GPTQ_TENSORS, in_groups(ZEROS)),
-    "gptq, version 2, symmetric": (
-        GPTQ | {"checkpoint_format": "gptq_v2"},
-        {
-            "qweight": packed_columns(NUMBERS),
-            "qzeros": packed_one_by_one(np.full((K // G, N), 8)),
-            "scales": SCALES.T.contiguous(),
-        },
-        in_groups(8),
-    ),
-    "awq": (
-        AWQ,
-        {
-            "qweight": packed_one_by_one(NUMBERS.T, AWQ_ORDER),
-            "qzeros": packed_one_by_one(ZEROS.T, AWQ_ORDER),
-            "scales": SCALES.T.contiguous(),
-        },
-        in_groups(ZEROS),
-    ),
-    "awq without zeros": (
-        AWQ | {"zero_point": False},
-        {"qweight": packed_one_by_one(NUMBERS.T, AWQ_ORDER), "scales": SCALES.T.contiguous()},
-        in_groups(8),
-    ),
+    "gptq": (GPTQ, partial(gptq, group=G, zeros=True)),
+    "awq": (AWQ, partial(awq, group=G, zeros=True)),
 }
-
-
-def read(folder: Path, config: Any, tensors: dict[str, torch.Tensor]) -> QuantizedWeight:
-    save_file({f"{NAME}.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
-    return detect_format(config, Checkpoint(folder)).read(NAME, (N, K))
-
-
-@pytest.mark.parametrize("kind", STORED)
-def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
-    config, tensors, wanted = STORED[kind]
-    weight = read(tmp_path, config, tensors)
-    torch.testing.assert_close(dequantize(weight).double(), wanted.double())
-    assert weight.scales.shape == (-(-N // weight.rows_per_scale), K // weight.columns_per_scale)
-    assert (weight.zeros is not None) == (kind in ("packed int4 with zeros", "gptq", "awq")), "zeros of 8 are left out"
 
 
 @pytest.mark.parametrize(
@@ -305,11 +220,12 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
             {},
             r"group_0\.weights\.block_structure \[16, 16\]",
         ),
+        ("packed int4", {"config_groups": scheme(num_bits=4, type="int", actorder="group")}, {}, "actorder 'group'"),
         ("gptq", {}, {"g_idx": torch.arange(K).int() % 2}, r"up_proj\.g_idx.*act-order"),
         ("awq", {"version": "gemv"}, {}, "version 'gemv'.*'gemm'"),
         ("fp8 in blocks", {"weight_block_size": [64, 64]}, {}, r"weight_block_size \[64, 64\]"),
         ("fp8 in blocks", {"fmt": "e4m3fnuz"}, {}, "fmt 'e4m3fnuz'.*'e4m3'"),
-        ("fp8 in blocks", {}, {"weight": FLOATS.float()}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
+        ("fp8 in blocks", {}, {"weight": torch.zeros(N, K)}, r"up_proj\.weight.*float32.*must be float8_e4m3fn"),
         ("fp8 in blocks", {}, {"weight_scale_inv": torch.ones(2, 1)}, r"weight_scale_inv.*\[2, 1\].*\[1, 2\]"),
         ("fp8 in blocks", {}, {"weight_scale_inv": torch.tensor([[1.0, float("inf")]])}, r"scale inf at \[0, 1\]"),
         ("int8, a scale a row", {}, {"weight_scale": torch.zeros(N, 1)}, r"weight_scale.*scale 0.0 at \[0, 0\]"),
@@ -333,67 +249,20 @@ def test_a_stored_matrix_is_read(tmp_path: Path, kind: str) -> None:
 def test_what_is_not_supported_or_contradicts_the_config_is_told(
     tmp_path: Path, kind: str, config: dict[str, Any], tensors: dict[str, Any], told: str
 ) -> None:
-    right_config, right_tensors, _ = STORED[kind]
-    changed = {name: tensor for name, tensor in (right_tensors | tensors).items() if tensor is not None}
+    right_config, store = STORED[kind]
+    changed = store(np.random.default_rng(0), N, K).tensors | tensors
+    save_file({f"{NAME}.{part}": tensor for part, tensor in changed.items() if tensor is not None}, tmp_path / WEIGHTS)
     with pytest.raises(ModelFolderError, match=told):
-        read(tmp_path, right_config | config, changed)
+        detect_format(right_config | config, Checkpoint(tmp_path)).read(NAME, (N, K))
 
 
-def test_rows_that_do_not_fill_an_int32(tmp_path: Path) -> None:
-    """Of eight bits in six columns, and zeros of four bits of twelve rows."""
-    bytes_ = GENERATOR.integers(0, 256, (3, 8), np.uint8)
-    bytes_[:, 6:] = 77
-    save_file(
-        {
-            "a.weight_packed": torch.from_numpy(bytes_.view(np.int32)),
-            "a.weight_scale": torch.tensor(0.5),
-            "b.weight_packed": packed_one_by_one(NUMBERS[:12, :G]),
-            "b.weight_scale": SCALES[:12, :1].clone(),
-            "b.weight_zero_point": packed_one_by_one(np.append(ZEROS[:12, :1].T, [[9] * 4], 1)).T.contiguous(),
-        },
-        tmp_path / "model.safetensors",
-    )
-    for config, name, expected in (
-        (scheme(num_bits=8, type="int", strategy="tensor"), "a", 0.5 * (torch.from_numpy(bytes_[:, :6]).float() - 128)),
-        (ASYMMETRIC, "b", in_groups(ZEROS)[:12, :G]),
-    ):
-        options = {"format": "pack-quantized", "config_groups": config}
-        weight = detect_format(CT | options, Checkpoint(tmp_path)).read(name, tuple(expected.shape))
-        torch.testing.assert_close(dequantize(weight), expected.float())
-        assert weight.zeros is None or weight.zeros.shape == weight.scales.shape
-
-
-def test_modules_left_out(tmp_path: Path) -> None:
-    """Layer 7 is not layer 70. A pattern begins where a name does; the list of AWQ has parts of names."""
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
-    with pytest.raises(ModelFolderError, match="quant_method None"):
-        detect_format("fp8", checkpoint)
+def test_rows_and_columns_that_cannot_be_packed_are_told(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / WEIGHTS)
     for rows, columns in ((N - 4, K), (N, K - G // 2)):
         with pytest.raises(ModelFolderError, match=f"up_proj of .{rows}, {columns}.: rows by 8, columns by the group"):
-            detect_format(GPTQ, checkpoint).read(NAME, (rows, columns))
-    in_layer_7 = "model.layers.7.mlp.up_proj"
-    for config, left_out in [
-        (INT8, in_layer_7),
-        (INT8 | {"ignore": ["lm_head", "model.layers.7", in_layer_7, "re:layers[.]70[.]", "re:q_proj"]}, in_layer_7),
-        (AWQ | {"modules_to_not_convert": ["layers.7."]}, in_layer_7),
-        *((BLOCKS | {"modules_to_not_convert": [name]}, in_layer_7) for name in ("model.layers.7", in_layer_7)),
-        (GPTQ, "lm_head"),
-    ]:
-        stored = detect_format(config, checkpoint)
-        assert not stored.quantizes(left_out)
-        assert not stored.quantizes("lm_head")
-        assert stored.quantizes("model.layers.70.self_attn.q_proj")
-    save_file({"lm_head.weight_scale_inv": torch.zeros(1)}, tmp_path / "model.safetensors")
-    assert detect_format(BLOCKS, Checkpoint(tmp_path)).quantizes("lm_head"), "a head that has scales"
-
-
-def test_a_group_that_names_a_module_comes_before_one_for_all(tmp_path: Path) -> None:
-    groups = scheme(num_bits=8, type="int", strategy="channel")
-    groups["group_1"] = groups["group_0"] | {"targets": [NAME], "format": "float-quantized"}
-    groups["group_1"]["weights"] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    _, tensors, wanted = STORED["fp8, a scale a tensor"]
-    torch.testing.assert_close(dequantize(read(tmp_path, INT8 | {"config_groups": groups}, tensors)), wanted)
+            detect_format(GPTQ, Checkpoint(tmp_path)).read(NAME, (rows, columns))
+    with pytest.raises(ModelFolderError, match="quant_method None"):
+        detect_format("fp8", Checkpoint(tmp_path))
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])

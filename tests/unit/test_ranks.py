@@ -412,8 +412,11 @@ def test_a_rank_hangs_that_is_silent_while_rank_0_waits(polled: threading.Semaph
 
 def silent_again(polled: threading.Semaphore, watch: Any, clock: list[float]) -> None:
     assert no_failure_yet(polled, watch), "by the silence before"
-    clock[0] = 200.0
-    failure_of(watch)
+    clock[0] = 104.0
+    assert no_failure_yet(polled, watch)
+    with watch.waiting(math.inf):  # a wait within does not begin the silence anew
+        clock[0] = 108.0
+        failure_of(watch)
 
 
 def no_failure_yet(polled: threading.Semaphore, watch: Watch) -> bool:

@@ -62,14 +62,14 @@ def test_each_row_gets_what_it_asked_for() -> None:
 
 def test_the_sampled_token_is_reported_also_if_it_is_not_among_the_likeliest() -> None:
     """As one entry more, after the likeliest; none if no alternatives were asked for. No parameter changes a value."""
-    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    logits, counts = torch.tensor([[3.0, 2.0, 1.0, 0.0]]), {0: 0, 1: 2, 3: 4, 4: 4}
     only_last = dict.fromkeys(range(3), -100.0)
-    for k, count in ((0, 0), (1, 2), (3, 4), (4, 4)):
-        params = SamplingParams(temperature=9.0, top_k=1, repetition_penalty=1.5, logprobs=k, logit_bias=only_last)
-        drawn = sample(logits, [SamplingRow(params, 0, 0, (0, 3))])
-        assert drawn.token_ids == [3]
-        assert drawn.logprobs is not None
-        found = drawn.logprobs[0]
+    options = {"temperature": 9.0, "top_k": 1, "repetition_penalty": 1.5, "logit_bias": only_last}
+    rows = [SamplingRow(SamplingParams(**options, logprobs=k), 0, 0, (0, 3)) for k in counts]
+    drawn = sample(logits.repeat(4, 1), rows)
+    assert drawn.token_ids == [3] * 4
+    assert drawn.logprobs is not None
+    for (k, count), found in zip(counts.items(), drawn.logprobs, strict=True):
         assert found is not None
         assert [token_id for token_id, _ in found.top] == [*range(k), 3][:count]
         assert not found.top or found.top[-1] == (3, found.logprob)
@@ -109,6 +109,7 @@ def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkey
     some = (plain, 1), (filtered, 2), (SamplingParams(temperature=0), 3)
     others = (filtered, 1), (plain, 2)
     calls = [(n, some) for n in range(3)] + [(5, others), (3, some), (6, others), (7, others)]
+    calls += [(8, ((filtered, 6), (plain, 7)))]  # the same parameters, other seeds
     calls += [(n, ((masked, 4), *some)) for n in range(6)] + [(0, ((masked, 4), *some))]
     calls += [(9, some)] + [(0, ((plain, 1), (penalised, 5)))] * 3 + [(4, some), (5, some)]
     sampler, sent = Sampler(CPU, 8), []
@@ -132,4 +133,4 @@ def test_rows_that_decode_on_upload_their_indices_alone_and_draw_the_same(monkey
     again = SamplerOutput([sampler.sample(logits, step, range(3))]).wait()
     assert again.token_ids == fresh.token_ids, "what was overwritten is sent again"
     alone = [number for number, names in enumerate(sent) if names == {"indices"}]
-    assert alone == [1, 2, 6, *range(8, 14), 16, 17, 19]
+    assert alone == [1, 2, 6, *range(9, 15), 17, 18, 20]

@@ -2,6 +2,7 @@
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ def arrays_of(lengths: dict[str, int], seed: int = 0) -> dict[str, Any]:
     return {name: generator.integers(1 << 20, size=n).astype(PLACES[name][1]) for name, n in lengths.items()}
 
 
+@patch("shared.engine.executor.staging.MOST_KEPT", 3)
 @given(steps=st.lists(Lengths, min_size=1, max_size=8))
 def test_an_array_keeps_its_address_whatever_else_is_sent(steps: list[dict[str, int]]) -> None:
     staging = Staging(CPU, PLACES)
@@ -47,6 +49,7 @@ def test_an_array_keeps_its_address_whatever_else_is_sent(steps: list[dict[str, 
             assert sent[name].numpy().dtype == PLACES[name][1]
             if len(array):
                 assert sent[name].data_ptr() == addresses[name]
+        assert len(staging.parts) <= 3, "slices that are kept"
 
 
 def test_an_array_arrives_in_the_dtype_of_its_place() -> None:
