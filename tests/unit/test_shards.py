@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch.nn import Parameter
 
 from shared.cache.view.uncached import UncachedView
-from shared.checkpoints.quantize import quantize_checkpoint
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
 from shared.loading.checkpoint import Checkpoint
@@ -290,11 +289,3 @@ def check_parts(folder: Path, size: int, quantization: str | None = None, bound:
 def test_the_parts_of_a_model_compute_its_logits(folder: Path, size: int, quantization: str | None) -> None:
     """INT8 on a CPU rounds each product to bf16: here each term of it."""
     check_parts(folder, size, quantization, 0.1 if quantization == "int8" else 1e-5)
-
-
-def test_the_parts_of_a_quantized_checkpoint_compute_its_logits(
-    session_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In 4 bits, with groups of 32 columns; each rank reads a matrix, and keeps its part of numbers and scales."""
-    monkeypatch.setattr("shared.ops.quantized.CPU_GROUPS", ())  # dequantized: the products in registers round to bf16
-    check_parts(quantize_checkpoint(checkpoint_for_ranks("llama", session_folder), tmp_path / "int4", "int4"), 2)
