@@ -172,6 +172,11 @@ CASES: dict[str, SchemaCase] = {
         [{}, {"a": 1}, {"b": 1}],
         [{"a": 1, "b": 2}],
     ),
+    "not both keys with these values": (
+        {"type": "object", "not": {"properties": {"a": {"const": 1}, "b": {"const": 2}}, "required": ["a", "b"]}},
+        [{}, {"a": 1}, {"b": 2}, {"a": 1, "b": 1}],
+        [{"a": 1, "b": 2}, {"b": 2, "c": 3, "a": 1}],
+    ),
     "not a key of any value": (
         {"type": "object", "not": {"properties": {"a": {}}, "required": ["a"]}},
         [{}],

@@ -96,7 +96,7 @@ CASES: dict[str, SchemaCase] = {
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
             "definitions": {"n": {"type": "integer"}},
-            "items": {"$ref": "#/definitions/n", "minimum": 3, "uniqueItems": True},
+            "items": {"$ref": "#/definitions/n", "minimum": 3, "contains": True},
         },
         [[3, 2]],
         [["x"]],
