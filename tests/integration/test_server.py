@@ -157,23 +157,6 @@ def test_openais_client_understands_refusals(server: ServerProcess) -> None:
     assert longest.usage.completion_tokens == 3
 
 
-def test_one_line_is_logged_for_each_request(server: ServerProcess) -> None:
-    with server.client() as client:
-        for name, body in (("log-good", {"max_tokens": 2}), ("log-bad", {"max_tokens": 0})):
-            client.post("/v1/completions", json={**long_body(), **body}, headers={"x-request-id": name})
-        for path in ("/health", "/debug/memory"):
-            client.get(path, headers={"x-request-id": "log-quiet"})
-    logged = {"log-good", "log-bad"}  # a stream's line comes after its last byte, and may follow the next request's
-    wait_until(lambda: logged <= {line["request_id"] for line in server.events("request")})
-    lines = {line["request_id"]: line for line in server.events("request")}
-    assert len(lines) == len(server.events("request"))
-    assert lines["log-good"].items() >= {"status": 200, "completion_tokens": 2, "finish_reason": "length"}.items()
-    assert 0 <= lines["log-good"]["queue_s"] <= lines["log-good"]["ttft_s"] <= lines["log-good"]["duration_s"]
-    assert lines["log-bad"]["status"] == 422
-    assert "log-quiet" not in lines
-    assert "once" not in server.log.read_text()
-
-
 # Prefixes that are computed once.
 
 

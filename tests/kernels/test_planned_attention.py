@@ -386,7 +386,9 @@ def test_what_does_not_fit_is_refused(randn):
         planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=large)
     tiling = dataclasses.replace(SMALL_PREFILL, copied=SPECIALIZED_TILINGS[128])
     plan = sent(plan_prefill([2], [64], Grid(8, 16, 16), tokens_per_tile=8))
-    copying = dataclasses.replace(large, copied=PromptKeys.of(256, 1, 32, torch.float32, DEVICE))
+    copying = dataclasses.replace(large, copied=PromptKeys.of(256, 1, 32, torch.float32, DEVICE, has_windows=False))
+    with pytest.raises(ValueError, match="no tiles of zeros, which a window of 9 needs"):
+        planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, window=9, tiling=tiling, workspace=copying)
     with pytest.raises(ValueError, match="take no softcap"):
         planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, softcap=5.0, tiling=tiling, workspace=copying)
 

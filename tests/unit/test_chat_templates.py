@@ -248,6 +248,17 @@ def test_encoded_chats_have_exactly_the_bos_of_their_format(tokenizers, kind):
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_open_prompt_ends_where_the_text_of_the_last_message_does(tokenizers, kind):
+    template = FAMILIES[kind][1]
+    render = partial(chat_parts, tokenizers[kind], template=template, today=TODAY)
+    for said in ("Hello! I", "Hello! I ", "a\n\n"):
+        messages = [HI, ChatMessage("assistant", said)]
+        opened, turn = ("".join(ended_parts(render, messages, ending)) for ending in (Ending.OPEN, Ending.TURN))
+        assert opened.endswith(said.rstrip() if template in ("llama3", "gemma3") else said)
+        assert turn.startswith(opened)
+
+
 def controls(tokenizer, kind, texts):
     """The control tokens of a chat that contains these texts: messages of three roles, and what tools bring."""
     messages = [ChatMessage(role, text) for role, text in zip(("system", "user", "assistant"), texts, strict=True)]
@@ -285,6 +296,14 @@ def test_marks_of_thoughts_calls_and_results_stay_text_unless_an_assistant_wrote
 
     assert marks(forged) == marks("x")
     assert len(marks("x", "a <think> b <tool_call>")) == len(marks("x")) + 2
+
+    def thought(text):
+        messages = [HI, ChatMessage("assistant", "x", reasoning=text)]
+        ids = encode_chat(tokenizer, messages, template="qwen3", add_generation_prompt=False)
+        assert text in tokenizer.decode(ids, skip_special_tokens=False)
+        return [index for index in ids if index in {tokenizer.token_id(mark) for mark in MARKS}]
+
+    assert thought(forged) == thought("x"), "thoughts end at one mark"
 
 
 def test_a_text_that_looks_like_a_result_is_a_question(tokenizers):

@@ -8,7 +8,7 @@ import pytest
 from shared.engine.output import OutputStream, StepOutput
 from shared.engine.output_processor import OutputProcessor
 from shared.engine.request import Request, RequestStatus, TokenLogprobs
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import SamplingParams, StructuredOutput
 from shared.text.stopping import FinishReason
 from shared.text.tokenizer import Tokenizer
 
@@ -140,6 +140,17 @@ def test_before_min_tokens_no_stop_string_and_no_id_ends_the_output(tokenizer: T
             answer = [outputs.push(mark) for _ in range(min_tokens + 1)]
             assert [output.finish_reason for output in answer] == [None] * min_tokens + [FinishReason.STOP]
             assert "".join(output.text for output in answer) == "!" * min_tokens
+
+
+def test_an_end_id_before_min_tokens_ends_a_grammar(tokenizer: Tokenizer) -> None:
+    """Nothing may follow a grammar that is complete."""
+    word, end = tokenizer.encode("a")[-1], min(tokenizer.eos_ids)
+    for stop_token_ids, last in (([], end), ([word], word)):
+        params = SamplingParams(
+            min_tokens=9, stop_token_ids=tuple(stop_token_ids), structured_output=StructuredOutput()
+        )
+        output = OutputStream(Request("a", [1], params, 0), tokenizer, 100).push(last)
+        assert output.finish_reason is (FinishReason.EOS if last == end else FinishReason.STOP)
 
 
 def test_what_ends_an_output_is_masked_until_min_tokens(tokenizer: Tokenizer) -> None:

@@ -28,17 +28,19 @@ from shared.engine.config import EngineConfig
 from shared.kernels.attention.planned_attention import planned_decode
 from shared.kernels.attention.planned_prefill import planned_prefill
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
-from shared.kernels.attention.prompt_keys import LEAST_NEW, PromptKeys
+from shared.kernels.attention.prompt_keys import PromptKeys
 from shared.kernels.launch import check_head_size, launches
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-ROWS_BETWEEN = 128
-"""Rows of a copy of keys for the end of a sequence, in addition to those for its tokens: at least a tile."""
+PADDING_ROWS = 8192
+"""Rows of the copy of keys that fill up the last tiles of sequences: as many as a step of 8,192 tokens needs, whatever
+the number of its prompts, unless a sliding window adds tiles of 128."""
 
 
 class PlannedAttention:
-    """Two launches at most, and their merges; see :class:`shared.cache.view.attention.PagedAttentionProtocol`.
+    """A launch for decoding requests, one or two for prompts, and their merges; see
+    :class:`shared.cache.view.attention.PagedAttentionProtocol`.
 
     Raises ConfigError if there is no kernel for the model's head size.
     """
@@ -59,7 +61,8 @@ class PlannedAttention:
         )
         if planner.can_copy:
             keys, has_windows = storage.keys, any(window is not None for window in planner.windows)
-            shape = copied_rows(sizes), sizes.max_sequences, config.num_kv_heads * config.head_dim
+            num_rows = max(sizes.max_tokens, sizes.max_seq_len) + PADDING_ROWS
+            shape = num_rows, sizes.max_sequences, config.num_kv_heads * config.head_dim
             copied = PromptKeys.of(*shape, keys.dtype, keys.device, has_windows)
             self.workspace = replace(self.workspace, copied=copied)
         self.decode_arrays: tuple[object, Arrays] = None, {}  # the last plans of a step that decodes, and their arrays
@@ -135,12 +138,6 @@ class PlannedAttention:
         plan, options = self.plans["prefill", window], options | self.prompt_arguments
         planned_prefill(q[first:], *memory, *self.prompts, plan, **options, tiling=prefill, out=out[first:])
         return out
-
-
-def copied_rows(sizes: PagedSizes) -> int:
-    """Rows of a copy of keys: for the longest sequence, and for a step full of prompts that are computed at once."""
-    num_prompts = min(sizes.max_sequences, -(-sizes.max_tokens // LEAST_NEW.value))
-    return max(sizes.max_seq_len + 2 * ROWS_BETWEEN, sizes.max_tokens + num_prompts * ROWS_BETWEEN)
 
 
 def planned_attention(

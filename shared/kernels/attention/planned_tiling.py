@@ -73,7 +73,7 @@ class PrefillTiling:
 
     @property
     def unit(self) -> int:
-        """A split is a multiple of this many tokens: whole tiles, of copied keys too."""
+        """A split is a multiple of this many tokens, which are whole tiles of keys in both kernels."""
         return self.tile if self.copied is None else max(self.tile, self.copied.tile)
 
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:

@@ -50,7 +50,7 @@ class PromptKeys:
 
     matrix: torch.Tensor  # [2 · num_rows, Hkv · D]; finite
     first_rows: torch.Tensor  # int32 [B], of each request's first token, from the last copy; -1: it was not copied
-    has_windows: bool = True  # whether a tile may begin at any token, rather than at whole tiles
+    has_windows: bool  # whether a tile may begin at any token, rather than at whole tiles
     descriptors: dict[Any, Any] = field(default_factory=dict)  # keyed by the tile, the head size, and what made them
 
     @classmethod
@@ -61,7 +61,7 @@ class PromptKeys:
         num_numbers: int,
         dtype: torch.dtype,
         device: torch.device,
-        has_windows: bool = True,
+        has_windows: bool,
     ) -> "PromptKeys":
         """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D elements, of up to ``num_requests`` requests, whose keys
         have ``dtype`` in the blocks."""

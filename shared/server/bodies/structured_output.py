@@ -12,11 +12,11 @@ from shared.server.bodies.fields import closed, nullable, short
 from shared.server.errors import ApiError, invalid
 
 _TEXT = {"type": "string", "minLength": 1}
-_SCHEMA = {"type": "object"}
+_SCHEMA = {"type": ["object", "boolean"]}
 _CHOICE = {"type": "array", "items": _TEXT, "minItems": 1}
 _NAMED = closed(
     ["schema"],
-    name={"type": "string"},
+    name=nullable({"type": "string"}),
     description=nullable({"type": "string"}),
     schema=_SCHEMA,
     strict=nullable({"type": "boolean"}),
@@ -38,6 +38,12 @@ RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
     ]
 }
 _FORMATS: dict[str, set[str]] = {"text": set(), "json_object": set(), "json_schema": {"schema"}, "regex": {"pattern"}}
+_LABELS: dict[str, tuple[type, str]] = {
+    "name": (str, "a text"),
+    "description": (str, "a text"),
+    "strict": (bool, "a boolean"),
+}
+"""Fields of ``json_schema`` that change nothing."""
 _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice"}
 _JSON = {"anyOf": [_SCHEMA, _TEXT]}
 _CLOSED = "disable_additional_properties"
@@ -130,6 +136,9 @@ def _fields(param: str, value: Any, needed: set[str], known: set[str]) -> dict[s
         raise invalid(f"{param}.{name} is missing.", param=f"{param}.{name}")
     for name in value.keys() - known:
         raise invalid(f"The field {param}.{name} is unknown.", param=f"{param}.{name}")
+    for name, (kind, said) in _LABELS.items():
+        if value.get(name) is not None and not isinstance(value[name], kind):
+            raise invalid(f"{param}.{name} is {short(value[name])}; it must be {said}.", param=f"{param}.{name}")
     return value
 
 

@@ -69,8 +69,8 @@ class EchoPool:
 class EchoEngine:
     """Answers each prompt with its own tokens, over and over; the token POISON fails instead.
 
-    The log-probability of a prompt's token is its id, below 0. Of a prompt, all tokens but one were in the KV cache,
-    and an answer that ends has an accepted draft and two rejected ones.
+    The log-probability of a prompt's token is its id, below 0; the second most likely token is a special one. Of a
+    prompt, all tokens but one were in the KV cache. An answer that ends has an accepted draft and two rejected ones.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class EchoEngine:
         if token_id == self.tokenizer.encode(POISON, add_special_tokens=False)[0]:
             return StepOutput(request.request_id, None, "", FinishReason.ERROR, error="The request was poisoned.")
         count = request.params.logprobs
-        top = tuple((text_ids[0] + i, -1.0 - i) for i in range(count)) if count else ()
+        top = tuple((1 if i == 1 else text_ids[0] + i, -1.0 - i) for i in range(count)) if count else ()
         if top and token_id not in dict(top):
             top += ((token_id, -0.5),)
         request.append(token_id)

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from shared.errors import QueueFullError
-from shared.server.answers.intake import derived_seed
-from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, Running, endless, serving, unread
+from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
 from tests.waiting import PATIENCE, wait_until
 
@@ -26,23 +24,6 @@ def whole(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
-def test_choices_come_prompt_by_prompt_and_a_prompt_counts_once(client: httpx.Client) -> None:
-    for prompts in (["ab", "cde"], [[69, 70], [71, 72, 73]]):
-        found = whole(client, prompt=prompts, n=2, max_tokens=5)
-        assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
-        texts = [choice["text"] for choice in found["choices"]]
-        alone = [whole(client, prompt=prompt, max_tokens=5) for prompt in prompts]
-        assert texts == [one["choices"][0]["text"] for one in alone for _ in range(2)]
-        prompt_tokens = sum(one["usage"]["prompt_tokens"] for one in alone)
-        assert found["usage"] == {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": 20,
-            "total_tokens": prompt_tokens + 20,
-            "prompt_tokens_details": {"cached_tokens": prompt_tokens - 2},
-            "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 8},
-        }
-
-
 def test_without_a_limit_each_answer_has_the_room_after_the_longest_prompt(folder: Path) -> None:
     """In a sequence, and in the KV cache."""
     for most, capacity in ((40, 50), (40, 36)):
@@ -51,6 +32,8 @@ def test_without_a_limit_each_answer_has_the_room_after_the_longest_prompt(folde
         with serving(engine, max_tokens=None) as running, running.client("*/*") as client:
             usage = whole(client, prompt=[[69] * 30, [69], [69] * 20], max_tokens=None)["usage"]
             assert usage["completion_tokens"] == 3 * (min(most, capacity) - 30)
+            full = client.post("/v1/completions", json=completion([69] * min(most, capacity), max_tokens=None))
+            assert error_of(full)["code"] == "context_length_exceeded"
 
 
 def test_a_long_text_that_is_tokenized_delays_no_short_one(folder: Path) -> None:
@@ -106,36 +89,6 @@ def test_streamed_choices_are_interleaved_and_each_ends_once(path: str, folder: 
     assert so_far == sorted(so_far)
     assert so_far[-2:] == [120, 120]
     assert {frame["usage"]["prompt_tokens"] for frame in frames} == {frames[-1]["usage"]["prompt_tokens"]}
-
-
-def test_named_events_of_several_choices_end_once(client: httpx.Client) -> None:
-    frames = events(client.post("/v1/completions", json=completion(["ab", "c"], n=2, stop="b")).text)
-    *tokens, (last, done) = frames
-    assert {name for name, _ in tokens} == {"token"}
-    assert last == "done"
-    assert [(choice["index"], choice["finish_reason"], choice["stop_reason"]) for choice in done["choices"]] == [
-        (0, "stop", "b"),
-        (1, "stop", "b"),
-        (2, "length", None),
-        (3, "length", None),
-    ]
-    assert done["usage"]["completion_tokens"] == len(tokens) == 2 * 2 + 2 * 4
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_n_seeds_are_derived_and_the_first_is_kept(path: str, folder: Path) -> None:
-    engine = EchoEngine(folder)
-    seeds: list[int | None] = []
-    add = engine.add_request
-    engine.add_request = lambda prompt, params, name: (seeds.append(params.seed), add(prompt, params, name))[1]  # type: ignore[method-assign,assignment,misc]
-    with serving(engine) as running, running.client() as client:
-        for seed in (5, 6, None):
-            client.post(path, json={**(completion if "chat" not in path else chat)("ab"), "n": 3, "seed": seed})
-    assert seeds[0] == 5
-    assert seeds[:3] == [derived_seed(5, index) for index in range(3)]
-    assert len(set(seeds[:6])) == 6
-    assert seeds[6:] == [None] * 3
-    assert all(0 <= seed < 2**64 for seed in seeds[:6] if seed is not None)
 
 
 def test_best_of_equals_n(client: httpx.Client) -> None:
@@ -215,74 +168,3 @@ def test_a_character_that_ids_leave_incomplete_is_part_of_their_continuation(
         ({"max_tokens": 0, "echo": True}, "\ufffd\ufffd"),
     ):
         assert whole(client, prompt=[second, first], **fields)["choices"][0]["text"] == expected, fields
-
-
-def test_the_prompt_is_given_back_before_its_continuation(client: httpx.Client) -> None:
-    found = whole(client, prompt=["ab", "cde"], n=2, echo=True)
-    assert [choice["text"] for choice in found["choices"]] == ["ababab", "ababab", "cdecdec", "cdecdec"]
-    ids = whole(client, prompt=[69, 70], echo=True)["choices"][0]["text"]
-    assert ids == whole(client, prompt=[69, 70], max_tokens=2)["choices"][0]["text"] * 3
-    assert all(choice["logprobs"] is None for choice in found["choices"])
-
-
-@pytest.mark.parametrize("stream", [None, True])
-def test_a_streamed_prompt_comes_with_the_first_token(stream: bool | None, client: httpx.Client) -> None:
-    fields = completion(["ab", "cde"], echo=True, logprobs=1, stream=stream)
-    frames = [data for _, data in events(client.post("/v1/completions", json=fields).text) if data != "[DONE]"]
-    choices = [choice for frame in frames for choice in frame["choices"]]
-    for index, expected in enumerate(
-        client.post("/v1/completions", json={**fields, "stream": False}).json()["choices"]
-    ):
-        own = [choice for choice in choices if choice["index"] == index]
-        assert "".join(choice["text"] for choice in own) == expected["text"]
-        for name, values in expected["logprobs"].items():
-            assert [value for choice in own if choice["logprobs"] for value in choice["logprobs"][name]] == values
-    assert sum(frame["token_id"] is not None for frame in frames) == 8, "one frame for each generated token"
-
-
-def test_the_log_probabilities_of_a_prompt_begin_with_null(client: httpx.Client) -> None:
-    for add_special_tokens, num_special in ((None, 1), (True, 1), (False, 0)):
-        fields = {"prompt": "abc", "echo": True, "logprobs": 1, "add_special_tokens": add_special_tokens}
-        (choice,) = whole(client, **fields, max_tokens=2)["choices"]
-        found = choice["logprobs"]
-        assert choice["text"] == "abcab"
-        assert found["tokens"][num_special:] == list("abcab")
-        assert found["token_logprobs"][0] is None
-        assert found["top_logprobs"][0] is None
-        assert np.diff(found["token_logprobs"][1:-2]).tolist() == [-1.0] * (num_special + 1), (
-            "ids that follow each other"
-        )
-        assert found["token_logprobs"][-2:] == [-0.5, -0.5]
-        assert found["text_offset"][num_special:] == [0, 1, 2, 3, 4]
-        assert [len(values) for values in found.values()] == [num_special + 5] * 4
-
-
-@pytest.mark.parametrize("logprobs", [None, 0, 1])
-@pytest.mark.parametrize("form", ["body", "unnamed", "named"])
-def test_nothing_is_generated_for_a_prompt_alone(logprobs: int | None, form: str, client: httpx.Client) -> None:
-    fields = completion("abc", echo=True, max_tokens=0, logprobs=logprobs)
-    fields["stream"] = {"body": False, "unnamed": True, "named": None}[form]
-    response = client.post("/v1/completions", json=fields)
-    if form == "body":
-        chunk = response.json()
-        assert chunk["usage"]["completion_tokens"] == 0
-    else:
-        frames = events(response.text)
-        assert [name for name, _ in frames] == ([None, None] if form == "unnamed" else ["done"])
-        chunk = frames[0][1]
-    (choice,) = chunk["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
-    assert (choice["logprobs"] is None) == (logprobs is None)
-    if logprobs is not None:
-        assert choice["logprobs"]["tokens"][-3:] == ["a", "b", "c"]
-
-
-def test_fields_of_a_conversation_are_refused_by_their_own_names(client: httpx.Client) -> None:
-    wrong: dict[str, dict[str, Any]] = {
-        name: {"max_tokens": 1, "max_completion_tokens": 1, name: LIMIT + 1}
-        for name in ("max_tokens", "max_completion_tokens")
-    }
-    wrong["top_logprobs"] = {"top_logprobs": 2}
-    wrong["chat_template_kwargs.enable_thinking"] = {"chat_template_kwargs": {"enable_thinking": True}}
-    for param, fields in wrong.items():
-        assert_refused(client.post("/v1/chat/completions", json=chat(**fields)), param)

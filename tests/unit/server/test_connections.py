@@ -181,6 +181,23 @@ def test_rubbish_behind_a_request_does_not_enter_its_answer(folder: Path) -> Non
         wait_until(lambda: not engine.running)
 
 
+def test_a_request_that_follows_another_at_once_has_all_its_time(folder: Path) -> None:
+    """No connection is timed while it serves a request, also if that has come before the answer to the one before."""
+    engine = EchoEngine(folder)
+    body = json.dumps(completion("ab", stream=False)).encode()
+    sent = LIVE + HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    with serving(engine) as running, engine.held(), connected(running, sent) as connection:
+        wait_until(lambda: engine.is_held)
+        (protocol,) = running.server.server_state.connections
+        assert protocol._head_timer is None
+        engine.may_step.set()
+        answer = connection.recv(2**16)
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(2**16)
+        assert answer.count(b"HTTP/1.1 200 ") == 2
+        wait_until(lambda: protocol._head_timer is not None)
+
+
 def test_a_connection_whose_answers_are_not_read_is_closed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serving(EchoEngine(folder), send_timeout=SECONDS) as running:
         schema = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"

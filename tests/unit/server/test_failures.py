@@ -13,7 +13,7 @@ from shared.engine.output import StepOutput
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.routes.completions import CompletionFrames
 from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, endless, serving
-from tests.unit.server.exchange import completion, error_of, events
+from tests.unit.server.exchange import completion, error_of, events, samples
 from tests.waiting import wait_until
 
 
@@ -41,24 +41,42 @@ def test_a_request_that_fails_leaves_the_others_alone(folder: Path) -> None:
         assert client.get("/debug/engine").json()["audit"] == []
 
 
-def test_a_dead_engine_ends_every_stream_and_the_readiness(folder: Path) -> None:
+def test_a_dead_engine_ends_every_stream_every_question_and_the_readiness(folder: Path) -> None:
     engine = endless(folder)
-    with serving(engine) as running, running.client() as client:
-        with client.stream("POST", "/v1/completions", json=completion(**ENDLESS)) as response:
+    with serving(engine) as running, running.client() as client, ThreadPoolExecutor(1) as aside:
+        with (
+            running.client() as other,
+            client.stream("POST", "/v1/completions", json=completion(**ENDLESS)) as response,
+        ):
             lines = response.iter_lines()
             next(lines)
-            engine.bug = RuntimeError("boom")
+            with engine.held():
+                asked = aside.submit(other.get, "/debug/memory")
+                wait_until(lambda: bool(running.app.state.client._questions))
+                engine.before_step = lambda: (_ for _ in ()).throw(RuntimeError("boom"))
+            assert error_of(asked.result())["code"] == "engine_error"
             rest = "\n".join(lines)
         assert rest.count("event: error") == 1
         assert rest.count("event: done") == 0
         assert json.loads(rest.rpartition("data: ")[2])["error"]["code"] == "engine_error"
         health = client.get("/health")
-        assert (health.status_code, health.json()["live"], health.json()["ready"]) == (503, False, False)
-        assert client.get("/health/live").status_code == 503
-        refused = client.post("/v1/completions", json=completion())
-        assert refused.status_code == 503
-        assert error_of(refused)["code"] == "engine_stopped"
-        assert error_of(client.get("/debug/engine"))["code"] == "engine_stopped"
+        assert health.status_code == client.get("/health/live").status_code == 503
+        assert health.json() == {
+            "status": "the engine has stopped",
+            "message": "The engine has stopped (RuntimeError: boom); restart the server.",
+            "live": False,
+            "ready": False,
+            "num_requests_running": 0,
+            "num_requests_waiting": 0,
+            "kv_cache_usage": 0.0,
+        }
+        found = samples(client)
+        gauges = ("engine_alive", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        assert [found[f"infer:{name}{{}}"] for name in gauges] == [0, 0, 0, 0]
+        assert found["infer:request_success_total{finished_reason=error}"] == 1
+        for refused in (client.post("/v1/completions", json=completion()), client.get("/debug/engine")):
+            assert refused.status_code == 503
+            assert error_of(refused)["code"] == "engine_stopped"
 
 
 @pytest.mark.parametrize("bad", ["!b", "a!b"], ids=["in the first frame", "in a later frame"])

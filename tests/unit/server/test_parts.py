@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import logging
 import resource
 import socket
 from types import SimpleNamespace
@@ -25,13 +26,15 @@ from shared.server.answers.logprobs import Scored, completion_logprobs
 from shared.server.engine.client import EngineClient
 from shared.server.engine.loop import Idle, NewRequest, Stepped
 from shared.server.errors import ApiError
+from shared.server.http.event_stream import EventStreamResponse
+from shared.server.http.middleware import RequestRecord, _log_request
 from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
 from shared.server.process import bind, is_exposed
-from shared.server.routes.chat import ChatFrames
 from shared.server.routes.completions import CompletionFrames
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
+from tests.unit.server.exchange import events
 
 
 @pytest.mark.parametrize(
@@ -69,35 +72,6 @@ def test_no_text_ends_a_frame(text: str) -> None:
     name, data, *rest = encoded.splitlines()  # at more characters than a server-sent event has line ends
     assert (name, rest) == ("event: token", [""])
     assert json.loads(data.removeprefix("data: ")) == {"text": text}
-
-
-@given(text=st.text(), token_id=st.integers(0, 2**31), is_named=st.booleans(), model=st.text(min_size=1))
-def test_a_tokens_frame_is_the_json_of_its_chunk(text: str, token_id: int, is_named: bool, model: str) -> None:
-    """Most of it is made once a request; what results is what json would have made."""
-    stream, _ = make_stream()
-    frames = CompletionFrames(Answer("id", [stream]), model, tokenizer=None, is_named=is_named, wants_usage=True)  # type: ignore[arg-type]
-    encoded = frames.tokens(stream, [StepOutput("id", token_id, text)]).decode()
-    name = ["event: token"] if is_named else []
-    *head, data, end, last = encoded.split("\n")
-    assert (head, end, last) == (name, "", "")
-    chunk = json.loads(data.removeprefix("data: "))
-    assert chunk["choices"] == [{"index": 0, "text": text, "logprobs": None, "finish_reason": None}]
-    assert (chunk["token_id"], chunk["model"], chunk["object"]) == (token_id, model, "text_completion")
-    assert chunk.get("usage", "none") == ("none" if is_named else None)
-
-
-@given(text=st.text(min_size=1), wants_usage=st.booleans())
-def test_a_chats_frame_is_the_json_of_its_chunk(text: str, wants_usage: bool) -> None:
-    stream, _ = make_stream()
-    frames = ChatFrames(Answer("id", [stream]), "a-model", tokenizer=None, wants_usage=wants_usage)  # type: ignore[arg-type]
-    data, end, last = frames.tokens(stream, [StepOutput("id", 1, text)]).decode().split("\n")
-    assert (end, last) == ("", "")
-    chunk = json.loads(data.removeprefix("data: "))
-    delta = {"content": text}
-    assert chunk["choices"] == [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
-    assert (chunk["id"], chunk["model"], chunk["object"]) == ("id", "a-model", "chat.completion.chunk")
-    assert chunk.get("usage", "none") == (None if wants_usage else "none")
-    assert frames.tokens(stream, [StepOutput("id", 1, "")]) == b""
 
 
 def make_stream(max_unread_bytes: int = 10_000) -> tuple[AnswerStream, list[str]]:
@@ -155,9 +129,12 @@ def test_a_nudge_wakes_and_ends_nothing() -> None:
         answer.nudge()
         assert await taking == []
         assert answer.is_open
+        taking = asyncio.create_task(answer.take())
+        await asyncio.sleep(0)
+        assert not taking.done(), "it wakes once"
         stream.push(output("a"), 1.0)
         stream.flush()
-        assert len(await answer.take()) == 1
+        assert len(await taking) == 1
 
     asyncio.run(run())
 
@@ -253,14 +230,85 @@ def test_requests_wait_from_when_they_are_submitted() -> None:
     assert client.load.num_waiting == 3, "the engine has not seen the last one"
 
 
-def test_a_request_is_scheduled_when_it_is_first_prefilled() -> None:
-    """And again after a preemption."""
-    stream, _ = make_stream()
+def test_the_times_of_an_answer_are_those_of_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the first choice, in the log; of each, in the metrics. What is prefilled again was scheduled before."""
     client, _ = make_client()
-    client._streams["id"] = stream
-    for started in (1.0, 2.0):
-        client._deliver(Stepped(started, started + 0.5, [], ("id", "aborted"), 1))
-    assert stream.scheduled == 1.0
+    requests = [NewRequest(name, [1, 2], SamplingParams(max_new_tokens=4)) for name in ("0", "1")]
+    answer = client.submit("a", requests, n=2, param="prompt")
+    for choice in answer.choices:
+        choice.arrived = 10.0
+
+    def token(request_id: str, **more: Any) -> StepOutput:
+        return StepOutput(request_id, 1, "x", **more)
+
+    async def run() -> None:
+        failed = StepOutput("0", None, "", FinishReason.ERROR, error="It broke.")
+        for started, ended, prefilled, outputs in (
+            (11.0, 12.0, ("0", "aborted"), []),
+            (12.0, 15.0, ("0", "1"), [token("0")]),
+            (16.0, 19.0, ("0",), [token("1"), token("0")]),
+            (20.0, 27.0, (), [token("0"), token("1", finish_reason=FinishReason.EOS)]),
+            (27.0, 30.0, (), [failed]),
+        ):
+            client._deliver(Stepped(started, ended, outputs, prefilled, 1))
+
+    asyncio.run(run())
+    found = {
+        sample.name.removeprefix("infer:"): sample.value
+        for family in client._metrics.registry.collect()
+        for sample in family.samples
+        if sample.name.endswith(("_seconds_sum", "_seconds_count")) and sample.name.startswith("infer:")
+    }
+    sums = {
+        "time_to_first_token": 5.0 + 9.0,
+        "inter_token_latency": (4.0 + 8.0) + 8.0,
+        "e2e_request_latency": 20.0 + 17.0,
+        "request_queue_time": 1.0 + 2.0,
+        "request_prefill_time": 4.0 + 7.0,
+        "request_decode_time": 12.0 + 8.0,
+    }
+    counts = dict.fromkeys(sums, 2) | {"inter_token_latency": 3}
+    assert found == {f"{name}_seconds_sum": value for name, value in sums.items()} | {
+        f"{name}_seconds_count": value for name, value in counts.items()
+    }
+    record = RequestRecord("r", "/v1/completions", 200, answer, is_streaming=True)
+    with caplog.at_level(logging.INFO, "infer"):
+        _log_request({"method": "POST"}, record, "completions", 21.0)
+    fields: Any = caplog.records[-1].__dict__["fields"]
+    assert (fields["queue_s"], fields["ttft_s"], fields["duration_s"]) == (1.0, 5.0, 21.0)
+    assert (fields["completion_tokens"], fields["prompt_tokens"], fields["error"]) == (5, 2, "engine_error")
+
+
+def test_tokens_that_precede_a_failure_are_sent_and_a_part_is_sent_once() -> None:
+    """Also if the failure is known before the response begins; the time of each part counts for its silence."""
+    sent: list[Any] = []
+    connection: Any = SimpleNamespace(is_writable=True, write_part=lambda part, is_chunked: sent.append(part))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> tuple[EventStreamResponse, AnswerStream]:
+        stream, _ = make_stream()
+        answer = Answer("id", [stream])
+        frames = CompletionFrames(answer, "m", tokenizer=None, is_named=True)  # type: ignore[arg-type]
+        response = EventStreamResponse(answer, ServerConfig("m"), frames)
+        for text in "ab":
+            stream.push(output(text), 1.0)
+        response._last_sent = 0.0
+        assert response._write(connection, True, stream)
+        assert response._last_sent > 0.0
+        stream.push(output("c"), 2.0)
+        stream.push(StepOutput("id", None, "", FinishReason.ERROR, error="It broke."), 3.0)
+        await response.respond({"http_version": "1.1", "state": {}}, send, send)  # type: ignore[arg-type]
+        return response, stream
+
+    asyncio.run(run())
+    direct, start, body = sent
+    assert [data["choices"][0]["text"] for _, data in events(direct.decode())] == ["a", "b"]
+    assert start["status"] == 200
+    (_, token), (name, failure) = events(body["body"].decode())
+    assert (token["choices"][0]["text"], name, failure["error"]["message"]) == ("c", "error", "It broke.")
+    assert not body["more_body"]
 
 
 def test_of_tokens_with_one_name_the_likeliest_is_shown() -> None:

@@ -49,6 +49,7 @@ def test_a_page_of_another_site_is_let_in_by_its_origin(proxied: httpx.Client, c
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN), "it needs no key"
     refused = proxied.get("/v1/models", headers={"origin": ORIGIN})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN), "errors are read too"
+    assert refused.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"
     for other in (
         proxied.get("/health", headers={"origin": "https://b.example"}),
         client.options("/health", headers=PREFLIGHT),
@@ -78,8 +79,10 @@ def test_a_refusal_without_a_request_can_be_read_by_the_same_pages(
     ):
         answer = everything(connection).partition(b"\r\n\r\n")[0].decode().split("\r\n")
     assert " 431 " in answer[0]
-    found = [line.partition(": ")[2] for line in answer if line.startswith("access-control-allow-origin: ")]
-    assert found == ([] if told is None else [told])
+    found = dict(line.split(": ", 1) for line in answer if line.startswith(("access-control-", "vary")))
+    exposed = "X-Request-Id, Retry-After"
+    names = ("access-control-allow-origin", "vary", "access-control-expose-headers")
+    assert found == ({} if told is None else dict(zip(names, (told, "Origin", exposed), strict=True)))
 
 
 @pytest.mark.parametrize("prompt", ["ab", "a" + POISON], ids=["complete", "failed"])

@@ -84,14 +84,107 @@ def test_a_value_that_is_not_possible_is_refused_by_its_name(name: str, client: 
             assert name.split("_")[0] in error["message"]
 
 
-LISTS = ([], [""], [[]], ["a", ""], [[1], []], ["a", [1]], ["a"] * 65, [1, "a"], [1.5], [True], [VOCAB], [-1])
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+AS_TEXT = "it must be a text or a list of parts of type text."
+AS_PROMPT = "it must be a text or a list of token ids, or a list of prompts."
+EMPTY = "is empty; give at least one character of text or one token id."
 
 
-@pytest.mark.parametrize("prompt", [*LISTS, [[1], [VOCAB]], ["a", "x" * LIMIT], "", {}, 7, None])
-def test_prompts_that_are_none_are_refused(prompt: Any, client: httpx.Client) -> None:
-    body = json.dumps(completion(prompt)).encode()
-    response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert_refused(response, "prompt")
+def said(role: str, content: Any = "x", **more: Any) -> dict[str, Any]:
+    return chat() | {"messages": [{"role": role, "content": content, **more}]}
+
+
+OPENED = {"continue_final_message": True, "add_generation_prompt": False}
+LENGTHS = f"this server allows at most {LIMIT} tokens for prompt and answer together."
+INVALID: list[tuple[dict[str, Any], str, str]] = [
+    (completion(n=0), "n", "n is 0; input should be greater than or equal to 1."),
+    (completion(n="x" * 99), "n", f"n is '{'x' * 59}...; input should be a valid integer."),
+    (completion(max_tokens=0), "max_tokens", "max_tokens is 0; it must be at least 1, or 0 together with echo."),
+    *((body(**{"max_tokens": 1, name: LIMIT + 1}), name, f"{name} is {LIMIT + 1}; {LENGTHS}")
+      for body, name in ((completion, "max_tokens"), (chat, "max_tokens"), (chat, "max_completion_tokens"))),
+    (completion(best_of=2), "best_of",
+     "best_of is 2 and n is 1; every answer is returned, so best_of must equal n."),
+    (completion(stop=["a"] * 17), "stop", "stop holds 17 strings; it may hold at most 16."),
+    (completion(stop="x" * 257), "stop", "stop holds a string of more than 256 characters; shorten it."),
+    (completion(logit_bias=[5]), "logit_bias", "logit_bias is [5]; it must be an object of token ids and numbers."),
+    *((completion(logit_bias={key: 1}), "logit_bias",
+       f'logit_bias has the key {key!r}; a key must be a token id, such as "11".')
+      for key in ("x", "05", "-1", "9" * 11)),
+    *((completion(empty), "prompt", f"prompt {EMPTY}") for empty in ("", [], [""], [[]], ["a", ""], [[1], []])),
+    *((completion(prompt), "prompt", f"prompt is {prompt!r}; {AS_PROMPT}")
+      for prompt in ({}, 7, [1.5], [True], [1, "a"], None)),
+    (completion(["a"] * 65), "prompt", "prompt holds 65 prompts; it may hold at most 64."),
+    (completion(["a", [1]]), "prompt", "prompt holds texts and lists of token ids; send them in two requests."),
+    *((completion(prompt), "prompt",
+       f"The prompt holds the token id {index}; this model's ids are integers from 0 to {VOCAB - 1}.")
+      for prompt, index in (([VOCAB], VOCAB), ([[1], [-1]], -1), ([[1], [1, VOCAB]], VOCAB))),
+    (chat(top_logprobs=2), "top_logprobs", "top_logprobs is 2 and logprobs is not true; set logprobs to true too."),
+    (chat(chat_template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking",
+     "enable_thinking is true; this model's chat format does not read it: leave it out or set it to false."),
+    (chat(continue_final_message=True), "add_generation_prompt",
+     "continue_final_message is true and add_generation_prompt is not false; set that to false."),
+    *((body | OPENED, "continue_final_message",
+       "continue_final_message is true; the last message must be the assistant's, without tool_calls.")
+      for body in (chat(), said("assistant", tool_calls=[CALL]))),
+    (chat(prediction={"type": "content", "content": "x " * LIMIT}), "prediction.content",
+     f"prediction.content has at least {2 * LIMIT} tokens; it may have at most {LIMIT - 1}, since no answer of this "
+     "server is longer: shorten it."),
+    (chat(segments=["a"], chunks=["b"]), "chunks",
+     "chunks is the former name of segments, and both are given; leave chunks out."),
+    *((chat(segments=[one]), "segments",
+       f"segments holds {shown}; give the id of a segment, or an object with content.")
+      for one, shown in ((5, "5"), ("", "''"), ("x" * 81, f"'{'x' * 59}..."))),
+    (chat(segments=[{"content": ""}]), "segments", f"segments holds {{'content': ''}}; content {EMPTY}"),
+    (chat(segments=5), "segments", "segments is 5; it must be a list of ids and of objects with content."),
+    (said("robot"), "messages.0.role", "role is 'robot'; the roles are system, user, assistant and tool."),
+    (said("user", 5), "messages.0.content", f"content is 5; {AS_TEXT}"),
+    (said("user", None), "messages.0", f"content is None; {AS_TEXT}"),
+    (said("user", [{"type": "text"}]), "messages.0.content",
+     'content holds the part {\'type\': \'text\'}; a part must be {"type": "text", "text": "..."}.'),
+    (said("user", tool_calls=[CALL]), "messages.0",
+     "tool_calls is given with the role user; only an assistant calls tools."),
+    *((said(role, tool_call_id=one), "messages.0",
+       f"tool_call_id is {one!r} with the role {role}; the role tool needs it, and no other has it.")
+      for role, one in (("user", "c"), ("assistant", "c"), ("tool", None))),
+    (chat() | {"messages": []}, "messages",
+     "messages is []; list should have at least 1 item after validation, not 0."),
+    (chat() | {"messages": "x"}, "messages", "messages is 'x'; input should be a valid list."),
+]  # fmt: skip
+UNSUPPORTED: list[tuple[dict[str, Any], str, str]] = [
+    *((completion(**{name: value}), name, f"{name} is {value!r}; this server accepts only {allowed}; or leave it out.")
+      for name, value, allowed in (("suffix", "x", '"" or null'), ("use_beam_search", 0, "false or null"),
+                                   ("length_penalty", True, "1 or null"))),
+    (completion(thinking_budget=5), "thinking_budget",
+     "thinking_budget is 5; leave it out: phase 11.1 limits thinking, of models whose tokenizer has </think>."),
+    (completion(guided_regex="a"), "guided_regex",
+     "guided_regex asks for a grammar, and phase 12 is the first whose engine has them: leave it out."),
+    *((said("user", [{"type": "text", "text": "x"}, {"type": kind}]), "messages.0.content",
+       f"content holds a part of the type '{kind}'; this server reads text alone, in parts of the type text.")
+      for kind in ("image_url", "input_audio", "file")),
+    *((said(role, **{name: value}), f"messages.0.{name}",
+       f"{name} is {value!r}; this server accepts only {allowed}; or leave it out.")
+      for role, name, value, allowed in (("user", "images", ["x"], "[] or null"),
+                                         ("assistant", "audio", {"id": "x"}, "null"),
+                                         ("assistant", "function_call", {"name": "f"}, "null"))),
+]  # fmt: skip
+REFUSALS: list[tuple[int, str, dict[str, Any], str, str]] = [
+    *((422, "invalid_value", *row) for row in INVALID),
+    *((422, "unsupported", *row) for row in UNSUPPORTED),
+    (422, "model_not_found", completion(model="x" * 99), "model",
+     f"model is '{'x' * 80}'; this server serves 'echo'."),
+    (422, "unknown_field", completion(odd=1), "odd",
+     "The field odd is unknown; leave it out. docs/API.md lists the fields."),
+    (400, "missing_field", said("user") | {"messages": [{"role": "user"}], "n": 0}, "messages.0.content",
+     "The field messages.0.content is missing."),
+]  # fmt: skip
+
+
+def test_every_refusal_has_its_status_code_field_and_sentence(client: httpx.Client) -> None:
+    for status, code, body, param, told in REFUSALS:
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        response = client.post(path, json=body)
+        error = {"message": told, "type": "invalid_request_error", "param": param, "code": code}
+        assert (response.status_code, response.json()) == (status, {"error": error})
 
 
 @pytest.mark.parametrize(("length", "told"), [(LIMIT, ""), (1_900_000, "at least ")], ids=["counted", "not"])
@@ -223,45 +316,6 @@ def test_a_refusal_behind_a_comment_is_an_event(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [
-        [],
-        "hello",
-        [{"role": "user"}],
-        [{"role": "robot", "content": "x"}],
-        [{"role": "user", "content": 5}],
-        [{"role": "user", "content": None}],
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": "x", "tool_calls": [5]}],
-    ],
-)
-def test_messages_that_are_none_are_refused(messages: Any, client: httpx.Client) -> None:
-    response = client.post("/v1/chat/completions", json={"model": "echo", "messages": messages})
-    assert response.status_code == (400 if messages == [{"role": "user"}] else 422)
-    assert error_of(response)["param"].split(".")[0] == "messages"
-
-
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "image_url"),
-        ({"content": [{"type": "text", "text": "x"}, {"type": "input_audio", "input_audio": {}}]}, "input_audio"),
-        ({"content": [{"type": "file", "file": {"file_id": "x"}}]}, "file"),
-        ({"images": ["x"]}, "images"),
-        ({"role": "assistant", "audio": {"id": "x"}}, "audio"),
-        ({"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, "function_call"),
-    ],
-)
-def test_content_that_is_no_text_is_refused_by_name(message: Any, named: str, client: httpx.Client) -> None:
-    """Labels of a message are ignored; content never is."""
-    body = chat() | {"messages": [{"role": "user", "content": "x", **message}]}
-    response = client.post("/v1/chat/completions", json=body)
-    param = "messages.0.content" if "content" in message else f"messages.0.{named}"
-    assert_refused(response, param, named)
-    assert error_of(response)["code"] == "unsupported", message
-
-
-@pytest.mark.parametrize(
     ("content", "code"),
     [
         (b"{", "invalid_json"),
@@ -270,6 +324,7 @@ def test_content_that_is_no_text_is_refused_by_name(message: Any, named: str, cl
         (b"null", "invalid_json"),
         (b'{"model": "echo"}', "missing_field"),
         (b'{"prompt": "a"}', "missing_field"),
+        (b'{"model": "echo", "n": 0}', "missing_field"),
         (b'{"model": "echo", "prompt": "\xff"}', "invalid_request"),
         (b'{"model": "echo", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "invalid_request"),
     ],
@@ -302,6 +357,7 @@ def test_the_frameworks_own_errors_have_the_same_shape(client: httpx.Client) -> 
     assert refused.status_code == 405
     assert refused.headers["allow"] == "POST"
     assert error_of(refused)["code"] == "method_not_allowed"
+    assert client.put("/v1/segments").headers["allow"] == "GET, POST"
     assert client.get("/docs").status_code == 404
     assert client.options("/v1/segments").headers["allow"] == "GET, POST", "of all routes with this path"
     assert client.options("/v1/segments/a").headers["allow"] == "DELETE, GET", "of all routes with this path"

@@ -4,10 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 
+from shared.server import process
 from tests.unit.server.echo import ENDLESS, EchoEngine, Running, endless, serving
 from tests.unit.server.exchange import chat, completion, error_of, events
 from tests.waiting import PATIENCE, wait_until
@@ -75,3 +78,20 @@ def test_a_request_that_still_waits_may_be_sent_elsewhere(folder: Path) -> None:
         assert events("".join(first.iter_text()))[-1][0] == "error"
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     assert error_of(refused)["code"] == "shutting_down"
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(30.0, 29.0), (5.0, 4.0), (1.0, 0.8)])
+def test_running_requests_are_ended_shortly_before_the_grace_time_is_over(
+    grace: float, seconds: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    with serving(EchoEngine(folder), grace=grace) as running:
+        loop = SimpleNamespace(call_later=lambda *call: calls.append(call))
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+            running.server._drain()
+            running.server._drain()  # a second signal changes nothing
+        ((delay, end_all, error),) = calls
+    assert delay == pytest.approx(seconds)
+    assert end_all == running.app.state.client.end_all
+    assert (error.status_code, error.code, error.headers) == (503, "shutting_down", {"Retry-After": "1"})

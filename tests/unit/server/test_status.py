@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.server.echo import ENDLESS, LIMIT, POISON, EchoEngine, endless, serving, unread
-from tests.unit.server.exchange import chat, completion, error_of, events, samples, thinking_first
+from tests.unit.server.echo import ENDLESS, LIMIT, EchoEngine, endless, serving, unread
+from tests.unit.server.exchange import chat, completion, error_of, samples, thinking_first
 from tests.waiting import wait_until
 
 
@@ -19,51 +19,21 @@ def test_every_response_carries_a_request_id(client: httpx.Client) -> None:
     assert len(client.get("/nowhere").headers["x-request-id"]) == 32
 
 
-def test_models_and_health(client: httpx.Client) -> None:
-    models = client.get("/v1/models").json()
-    assert models["object"] == "list"
-    assert [(model["id"], model["object"], model["max_model_len"]) for model in models["data"]] == [
-        ("echo", "model", LIMIT)
-    ]
-    assert client.get("/v1/models/echo").json() == models["data"][0]
-    for path in ("/health", "/health/live", "/health/ready"):
-        health = client.get(path)
-        assert health.status_code == 200
-        assert (health.json()["live"], health.json()["ready"]) == (True, True)
-
-
-def test_metrics_count_what_happened(folder: Path) -> None:
-    with serving(EchoEngine(folder)) as running, running.client() as client:
-        prompts = 0
-        for count in (3, 5):
-            frames = events(client.post("/v1/completions", json=completion(max_tokens=count)).text)
-            prompts += frames[-1][1]["usage"]["prompt_tokens"]
-        client.post("/v1/completions", json=completion("abc", stop="b"))
-        client.post("/v1/completions", json=completion("a" + POISON))
-        client.post("/v1/completions", json=completion(POISON))
-        client.post("/v1/completions", json=completion(""))
-        client.get("/no/such/path")
-        found = samples(client)
-    assert found["infer:generation_tokens_total{}"] == 3 + 5 + 2 + 1
-    assert found["infer:prompt_tokens_total{}"] == prompts + prompts // 2 + 1 + prompts // 2
-    assert found["infer:request_success_total{finished_reason=length}"] == 2
-    assert found["infer:request_success_total{finished_reason=stop}"] == 1
-    assert found["infer:request_success_total{finished_reason=error}"] == 2
-    assert found["infer:request_success_total{finished_reason=abort}"] == 0
-    assert found["infer:time_to_first_token_seconds_count{}"] == 4
-    assert found["infer:request_queue_time_seconds_count{}"] == 4
-    assert found["infer:inter_token_latency_seconds_count{}"] == 2 + 4 + 1
-    assert found["infer:e2e_request_latency_seconds_count{}"] == 5
-    assert found["infer:num_requests_running{}"] == 0
-    assert found["infer:num_requests_waiting{}"] == 0
-    assert found["infer:kv_cache_usage_perc{}"] == 0
-    requests = {name.partition("{")[2]: count for name, count in found.items() if "http_requests_total" in name}
-    assert requests == {
-        "handler=completions,status=200}": 4,
-        "handler=completions,status=422}": 1,
-        "handler=completions,status=500}": 1,
-        "handler=other,status=404}": 1,
-    }
+def test_models_and_health(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.pool.request_capacity = 300  # less than a sequence, whose length is a model's
+    with serving(engine) as running, running.client() as client:
+        models = client.get("/v1/models").json()
+        (model,) = models["data"]
+        assert client.get("/v1/models/echo").json() == model
+        assert running.app.state.started - 1 < model.pop("created") <= running.app.state.started
+        own = {"id": "echo", "object": "model", "owned_by": "infer", "max_model_len": LIMIT}
+        assert models == {"object": "list", "data": [own | {"chat_template": "builtin:llama3"}]}
+        load = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage": 0.0}
+        for path in ("/health", "/health/live", "/health/ready"):
+            health = client.get(path)
+            assert health.status_code == 200
+            assert health.json() == {"status": "ok", "message": None, "live": True, "ready": True} | load
 
 
 def test_gauges_and_memory_show_which_requests_run_and_which_wait(folder: Path) -> None:
