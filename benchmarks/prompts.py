@@ -186,8 +186,8 @@ def beside_row(
 
 
 def attention_row(model: ModelConfig, count: int, length: int, rate: float, device: str) -> dict[str, Any]:
-    """Attention of ``count`` prompts of ``length`` tokens in one layer, as a step computes it, and by FlashAttention
-    3."""
+    """Attention of ``count`` prompts of ``length`` tokens in one layer, as an eager step computes it, and by
+    FlashAttention 3."""
     where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     heads = Hq, Hkv, D = model.num_heads, model.num_kv_heads, model.head_dim
@@ -207,8 +207,9 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
     *of_plan, tables, starts, lengths = Staging.for_arrays(where, arrays).send(arrays).values()
     workspace = PlannedWorkspace.of(plan.num_states, count, *heads, where)
     if tiling.copied is not None:
-        rows = count * (-(-length // tiling.copied.tile) + 1) * tiling.copied.tile
-        workspace = replace(workspace, copied=PromptKeys.of(rows, count, Hkv * D, dtype, where))
+        has_windows = any(window is not None for window in model.windows)
+        rows = count * (-(-length // tiling.copied.tile) + has_windows) * tiling.copied.tile
+        workspace = replace(workspace, copied=PromptKeys.of(rows, count, Hkv * D, dtype, where, has_windows))
     sent, scale = DevicePlan.of(plan, of_plan), D**-0.5
     options: dict[str, Any] = {"scale": scale, "tiling": tiling, "copies": (True, False), "workspace": workspace}
 

@@ -71,6 +71,19 @@ def computes_at_once(engine: Any) -> None:
     engine.runner.compute = computing
 
 
+def raise_for(engine: Any, token_id: int) -> None:
+    """From now on, a forward of this token raises."""
+    forward = engine.model.forward
+
+    def raising(step: Any, kv: Any) -> torch.Tensor:
+        if token_id in step.ids.tolist():
+            raise RuntimeError("injected")
+        result: torch.Tensor = forward(step, kv)
+        return result
+
+    engine.model.forward = raising
+
+
 def assert_failures_stay_apart(engine: Any, alone: Callable[[Requests], list[list[int | None]]]) -> None:
     """Of forty random requests some are aborted at random moments, and some make the model raise; the others have the
     tokens that they have ``alone``.
@@ -83,17 +96,10 @@ def assert_failures_stay_apart(engine: Any, alone: Callable[[Requests], list[lis
         )
         for n in range(40)
     ]
-    expected, forward = alone(requests), engine.model.forward
+    expected = alone(requests)
     for n in (3, 17, 18):
         requests[n][0][-1] = culprit  # type: ignore[index]
-
-    def raising(step: Any, kv: Any) -> torch.Tensor:
-        if culprit in step.ids.tolist():
-            raise RuntimeError("injected")
-        result: torch.Tensor = forward(step, kv)
-        return result
-
-    engine.model.forward = raising
+    raise_for(engine, culprit)
     got: dict[str, list[StepOutput]] = {
         engine.add_request(prompt, SamplingParams(**params), str(n)): [] for n, (prompt, params) in enumerate(requests)
     }

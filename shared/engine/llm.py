@@ -15,17 +15,17 @@ Invariants: answers are in the order of the prompts; an invalid prompt is refuse
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.prompt import check_prompt
+from shared.engine.prompt import CheckedIds
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError, RequestError
 from shared.lessons import find_lesson, lesson_of
@@ -106,12 +106,13 @@ class LLM:
             raise RequestError(f"There are {len(prompts)} prompts and {len(each)} params; give one, or one for each.")
         for one in each:
             one.check_token_ids(self.engine.model.config.vocab_size)
-        answers = [Answer(self._prompt_ids(index, prompt)) for index, prompt in enumerate(prompts)]
-        waiting = deque(zip(answers, each, strict=True))
+        checked = [self._checked(index, prompt) for index, prompt in enumerate(prompts)]
+        answers = [Answer(list(ids)) for ids in checked]
+        waiting = deque(zip(answers, checked, each, strict=True))
         running: dict[str, Answer] = {}
         try:
-            with _bar(len(answers), progress) as (bar, task):
-                num_tokens = 0
+            with _bar(len(answers), progress) as show:
+                num_complete = num_tokens = 0
                 while waiting or self.engine.has_work():  # a step may be in flight when the last answer is complete
                     if waiting:
                         self._feed(waiting, running)
@@ -120,24 +121,24 @@ class LLM:
                         num_tokens += output.token_id is not None
                         if output.finish_reason is not None:
                             del running[output.request_id]
-                            bar.advance(task)
-                    bar.update(task, tokens=num_tokens)
+                            num_complete += 1
+                    show(num_complete, num_tokens)
         finally:
             for request_id in running:
                 self.engine.abort(request_id)
         return answers
 
-    def _prompt_ids(self, index: int, prompt: Prompt) -> list[int]:
+    def _checked(self, index: int, prompt: Prompt) -> CheckedIds:
         engine = self.engine
         if not isinstance(prompt, str | Sequence):
             raise RequestError(f"Prompt {index} is {prompt!r}; a prompt is a text or a list of token ids.")
         ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         try:
-            return check_prompt(ids, engine.model.config.vocab_size, engine.max_seq_len)
+            return CheckedIds.of(ids, engine.model.config.vocab_size, engine.max_seq_len)
         except RequestError as error:
             raise RequestError(f"Prompt {index}, counted from 0: {error}") from None
 
-    def _feed(self, waiting: deque[tuple[Answer, SamplingParams]], running: dict[str, Answer]) -> None:
+    def _feed(self, waiting: deque[tuple[Answer, CheckedIds, SamplingParams]], running: dict[str, Answer]) -> None:
         """Add prompts until the engine's queue is full. If a step runs meanwhile, the tokens of the next are enough."""
         engine, config = self.engine, self.engine.config
         queue, most_waiting = engine.scheduler.waiting, config.max_waiting_requests
@@ -145,13 +146,17 @@ class LLM:
         most_tokens = math.inf if adds_all else config.max_num_batched_tokens
         num_tokens = sum(request.num_prompt_tokens for request in queue.values())
         while waiting and len(queue) < most_waiting and num_tokens < most_tokens:
-            answer, params = waiting.popleft()
-            running[engine.add_request(answer.prompt_ids, params)] = answer
-            num_tokens += len(answer.prompt_ids)
+            answer, ids, params = waiting.popleft()
+            running[engine.add_request(ids, params)] = answer
+            num_tokens += len(ids)
 
 
 @contextmanager
-def _bar(total: int, is_shown: bool) -> Iterator[tuple[Progress, TaskID]]:
+def _bar(total: int, is_shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """Yields a function that shows how many answers are complete, and how many tokens there are."""
+    if not is_shown:
+        yield lambda num_complete, num_tokens: None
+        return
     columns = (
         TextColumn("answers"),
         BarColumn(),
@@ -159,5 +164,6 @@ def _bar(total: int, is_shown: bool) -> Iterator[tuple[Progress, TaskID]]:
         TextColumn("{task.fields[tokens]} tokens"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
-        yield bar, bar.add_task("answers", total=total, tokens=0)
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("answers", total=total, tokens=0)
+        yield lambda num_complete, num_tokens: bar.update(task, completed=num_complete, tokens=num_tokens)

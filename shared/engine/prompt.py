@@ -5,8 +5,22 @@ reaches a model has passed ``check_prompt``, so an invalid id raises RequestErro
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 from shared.errors import ContextLengthError, QueueFullError, RequestError
+
+
+class CheckedIds(tuple[int, ...]):
+    """Ids that ``check_prompt`` found valid. They cannot change, so it does not look at each of them again."""
+
+    vocab_size: int
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> Self:
+        """Check the ids; raises RequestError as ``check_prompt``."""
+        checked = cls(check_prompt(prompt_ids, vocab_size, max_seq_len))
+        checked.vocab_size = vocab_size
+        return checked
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> list[int]:
@@ -16,6 +30,8 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
     if len(prompt_ids) >= max_seq_len:
         raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len, _shorter_than(max_seq_len))
     ids = list(prompt_ids)
+    if isinstance(prompt_ids, CheckedIds) and prompt_ids.vocab_size <= vocab_size:
+        return ids
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # C code rather than a Python loop
         return ids
     for token_id in ids:

@@ -1,9 +1,8 @@
 """Every exercise proved: with a gap its tests fail by the gap, with the reference's lines they pass, and no earlier
-phase notices. The gaps of a phase share one run of pytest, as known mistakes do; the reference's lines run in a
-workspace, as ``infer workshop check`` runs a learner's."""
+phase notices. All gaps share one run of pytest, as known mistakes do; the reference's lines run in a workspace, as
+``infer workshop check`` runs a learner's."""
 
 import ast
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -29,16 +28,23 @@ def by_number(value: Exercise | Lesson) -> str:
 
 
 @pytest.fixture(scope="module")
-def gaps(check_server: CheckServer) -> Callable[[str], dict[Exercise, Run]]:
-    """By exercise of a phase, what its tests say of a module with its gap alone."""
+def gaps(request: pytest.FixtureRequest, check_server: CheckServer) -> dict[Exercise, Run]:
+    """By collected exercise, what its tests say of a module with its gap alone."""
+    here = [item for item in request.session.items if item.path == request.path and "gaps" in item.fixturenames]
+    wanted = [each for each in (item.callspec.params["exercise"] for item in here) if can_be_checked(each)]
+    texts = [skeleton(reference(exercise)[0], {exercise.number}) for exercise in wanted]
+    return dict(zip(wanted, run_versions(check_server, list(zip(wanted, texts, strict=True))), strict=True))
 
-    @cache
-    def of(phase: str) -> dict[Exercise, Run]:
-        wanted = [exercise for exercise in EXERCISES if exercise.phase == phase and can_be_checked(exercise)]
-        texts = [skeleton(reference(exercise)[0], {exercise.number}) for exercise in wanted]
-        return dict(zip(wanted, run_versions(check_server, list(zip(wanted, texts, strict=True))), strict=True))
 
-    return of
+@pytest.fixture(scope="module")
+def solved(check_server: CheckServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A workspace that holds every exercise with its gap filled by the reference's lines, and what all tests say."""
+    root, wanted = tmp_path_factory.mktemp("solved"), tuple(filter(can_be_checked, EXERCISES))
+    for file in Workspace(root).start(wanted):
+        text, numbers = filled(file.read_text(), (ROOT / file.relative_to(root)).read_text())
+        assert numbers
+        file.write_text(text)
+    return root, check_server.run(root, wanted, gaps_raise=True)
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
@@ -83,12 +89,10 @@ def test_no_earlier_phase_can_load_a_module_with_a_phase_s_exercises(lesson: Les
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=by_number)
-def test_with_a_gap_every_mapped_test_fails_by_it(
-    exercise: Exercise, gaps: Callable[[str], dict[Exercise, Run]]
-) -> None:
+def test_with_a_gap_every_mapped_test_fails_by_it(exercise: Exercise, gaps: dict[Exercise, Run]) -> None:
     if not can_be_checked(exercise):
         pytest.skip(f"{NO_TRITON}")
-    proof = gaps(exercise.phase)[exercise]
+    proof = gaps[exercise]
     (verdict,) = proof.verdicts
     assert verdict.outcome is Outcome.FAILED, proof.output
     assert verdict.num_tests >= len(exercise.tests)
@@ -98,20 +102,12 @@ def test_with_a_gap_every_mapped_test_fails_by_it(
         assert any(name == test or name.startswith(f"{test}[") for name in proof.errors), f"{test} did not run"
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=by_number)
-def test_with_the_reference_s_lines_every_mapped_test_passes(
-    lesson: Lesson, check_server: CheckServer, tmp_path: Path
-) -> None:
-    """In a workspace, which holds all exercises of the phase with their gaps filled."""
-    if not (wanted := tuple(filter(can_be_checked, exercises_of(lesson)))):
+@pytest.mark.parametrize("exercise", EXERCISES, ids=by_number)
+def test_with_the_reference_s_lines_every_mapped_test_passes(exercise: Exercise, solved: tuple[Path, Run]) -> None:
+    if not can_be_checked(exercise):
         pytest.skip(f"{NO_TRITON}")
-    for file in Workspace(tmp_path).start(wanted):
-        text, numbers = filled(file.read_text(), (ROOT / file.relative_to(tmp_path)).read_text())
-        assert numbers
-        file.write_text(text)
-    run = check_server.run(tmp_path, wanted, gaps_raise=True)
-    assert tuple(verdict.exercise for verdict in run.verdicts) == wanted
-    for verdict in run.verdicts:
-        assert verdict.outcome is Outcome.PASSED, run.output
-        assert verdict.file == str(tmp_path / verdict.exercise.path)
-        assert verdict.num_passed == verdict.num_tests >= 1
+    root, run = solved
+    (verdict,) = (each for each in run.verdicts if each.exercise == exercise)
+    assert verdict.outcome is Outcome.PASSED, run.output
+    assert verdict.file == str(root / exercise.path)
+    assert verdict.num_passed == verdict.num_tests >= 1

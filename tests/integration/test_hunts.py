@@ -1,6 +1,7 @@
 """Every bug hunt proved: its tests find the planted fault, and its report shows the symptom with it and none without.
 
-All faults share one run of pytest, as known mistakes do; the reports run in forks of the same server.
+All faults share one run of pytest, as known mistakes do, and so do the references in their place; the reports run in
+forks of the same server.
 """
 
 import tempfile
@@ -21,7 +22,7 @@ from tutorial.workshop.check import CheckServer, Run, can_be_checked
 from tutorial.workshop.exercises import ROOT, find_exercise
 from tutorial.workshop.grading import grade
 from tutorial.workshop.hunts import Hunt, HuntFolder, find_hunts, hunts, report_variables
-from tutorial.workshop.verdicts import Outcome
+from tutorial.workshop.verdicts import Outcome, Verdict
 from tutorial.workshop.version_runs import run_versions
 
 pytestmark = pytest.mark.slow
@@ -51,18 +52,25 @@ def test_every_test_of_a_hunt_finds_its_fault(hunt: Hunt, runs: dict[str, Run]) 
         assert any(name.startswith(test) for name in runs[hunt.number].errors), f"{test} does not find it"
 
 
+@pytest.fixture(scope="module")
+def solved(check_server: CheckServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """By number, what all tests of its phase say of a hunt, in a workspace that holds what every hunt plants with the
+    reference's text."""
+    root = tmp_path_factory.mktemp("solved")
+    for path in sorted({path for hunt in hunts() for path in hunt.paths}):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text((ROOT / path).read_text())
+    judged = [hunt.judged(hunt.tests_of_phase) for hunt in hunts() if can_be_checked(hunt.judged(hunt.tests))]
+    run = check_server.run(root, judged, gaps_raise=True)
+    return {verdict.exercise.number: verdict for verdict in run.verdicts}
+
+
 @pytest.mark.parametrize("hunt", hunts(), ids=by_number)
-def test_the_reference_in_a_hunt_s_folder_solves_it(hunt: Hunt, check_server: CheckServer, tmp_path: Path) -> None:
-    """By the tests that find the fault; and by all of its phase, which a check and a grading run, in its first hunt."""
+def test_the_reference_in_the_place_of_what_is_planted_solves_a_hunt(hunt: Hunt, solved: dict[str, Verdict]) -> None:
     if not can_be_checked(hunt.judged(hunt.tests)):
         pytest.skip(f"{NO_TRITON}")
-    folder = HuntFolder(tmp_path, hunt)
-    folder.plant()
-    (folder.root / hunt.module).write_text((ROOT / hunt.module).read_text())
-    is_first = hunt == next(other for other in hunts() if other.phase == hunt.phase)
-    judged = [hunt.judged(tests) for tests in (hunt.tests, hunt.tests_of_phase)[: 1 + is_first]]
-    run = check_server.run(folder.root, judged, gaps_raise=True)
-    assert [verdict.outcome for verdict in run.verdicts] == [Outcome.PASSED] * len(judged), run.output
+    verdict = solved[hunt.number]
+    assert verdict.outcome is Outcome.PASSED, (verdict.test, verdict.reason)
 
 
 @pytest.fixture

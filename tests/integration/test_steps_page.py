@@ -277,20 +277,28 @@ def test_it_plays_until_it_is_paused(tab: Any) -> None:
     assert tab.locator("#play").get_attribute("aria-label") == "play"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("name", "other"), [("phase_07", "phase_07_by_06_1"), ("phase_08", None), ("phase_12", None)])
-def test_texts_have_contrast(scheme: str, name: str, other: str | None, browser: Any, pages: Any) -> None:
+@pytest.mark.parametrize(("name", "other"), [("phase_07", "phase_07_by_06_1"), ("phase_12", None)])
+def test_texts_have_contrast(name: str, other: str | None, browser: Any, pages: Any) -> None:
     url = pages(name, other)
     count = len(recording(name)["events"])
-    with stepper(browser, url, "#beside=06.1" if other else "", color_scheme=scheme) as tab:
+    with stepper(browser, url, "#beside=06.1" if other else "") as tab:
+
+        def weak() -> list[tuple[float, str]]:
+            """Texts of little contrast in either scheme."""
+            found = []
+            for scheme in ("light", "dark"):
+                tab.emulate_media(color_scheme=scheme)
+                found += tab.evaluate(CONTRASTS)
+            return [(round(ratio, 2), text) for ratio, text in found if ratio < 4.5]
+
         for event in range(3, count, count // 8):
             go(tab, name, event)
-            weak = [(round(ratio, 2), text) for ratio, text in tab.evaluate(CONTRASTS) if ratio < 4.5]
-            assert weak == [], event
+            assert weak() == [], event
         tab.locator("[data-follow]").first.click()
-        assert [text for ratio, text in tab.evaluate(CONTRASTS) if ratio < 4.5] == []
-        tab.locator("#theme").click()
-        assert [text for ratio, text in tab.evaluate(CONTRASTS) if ratio < 4.5] == []
+        assert weak() == []
+        for _ in range(2):
+            tab.locator("#theme").click()
+            assert weak() == []
 
 
 def test_a_phone_shows_one_station_at_a_time(browser: Any, pages: Any) -> None:

@@ -104,12 +104,14 @@ def check_prefill(
     per_tile = tiling.tokens(Hq // Hkv)
     if split_size is not None:
         resident = sum(-(-n // per_tile) * -(-length // split_size) for n, length in zip(new, lengths, strict=True))
-    grid = Grid(resident, tiling.tile, tiling.tile)
+    grid = Grid(resident, tiling.unit, tiling.unit)
     plan = sent(plan_prefill(new, lengths, grid, tokens_per_tile=per_tile, window=window, split_size=split_size))
     workspace, copying = planned_workspace(plan.num_states, 0, Hq, Hkv, D), {}
     if num_copied is not None:
         matrix = torch.full((2 * num_copied, Hkv * D), NAN, dtype=dtype, device=DEVICE)
-        copied = PromptKeys(matrix, torch.full((len(batch),), -1, dtype=torch.int32, device=DEVICE))
+        copied = PromptKeys(
+            matrix, torch.full((len(batch),), -1, dtype=torch.int32, device=DEVICE), has_windows=window is not None
+        )
         workspace = dataclasses.replace(workspace, copied=copied)
         copying["copies"] = copied.copies(np.array(new), np.array(lengths), tiling.copied.tile)
     out = planned_prefill(q, *memory.arrays, plan, **limits, tiling=tiling, workspace=workspace, **copying)
@@ -279,16 +281,18 @@ COPYING = dataclasses.replace(SMALL_PREFILL, rows=32, copied=CopiedTiling(32, 4,
 @pytest.mark.parametrize(
     ("batch", "num_copied", "copies", "limits"),
     [
-        ([(64, 0)], 96, (True, False), {}),  # its tokens in whole tiles, and a tile of zeros
-        ([(64, 0)], 95, (False, True), {}),
+        ([(65, 0)], 96, (True, False), {}),  # its tokens in whole tiles
+        ([(65, 0)], 95, (False, True), {}),
+        ([(64, 0)], 96, (True, False), {"window": 20}),  # and a tile of zeros
+        ([(64, 0)], 95, (False, True), {"window": 20}),
         ([(63, 40)], 400, (False, True), {}),
         ([(65, 30), (3, 50), (70, 1)], 400, (True, True), {}),
-        ([(64, 9), (70, 50), (64, 0)], 300, (True, True), {}),  # the last does not fit
+        ([(64, 9), (70, 50), (64, 0)], 287, (True, True), {}),  # the last does not fit
         ([(80, 70), (64, 3)], 400, (True, False), {"window": 20}),
         ([(80, 70), (5, 9)], 400, (True, True), {"softcap": 2.0}),
     ],
 )
-@pytest.mark.parametrize("split_size", [None, 48])
+@pytest.mark.parametrize("split_size", [None, 64])
 def test_keys_in_one_piece(randn, assert_near, num_launches, batch, num_copied, copies, limits, split_size):
     """Of requests with many new tokens, as long as there is space; the others' are read from the blocks."""
     actual = check_prefill(
@@ -326,7 +330,7 @@ def test_head_sizes_of_keys_in_one_piece(randn, assert_near, D):
         ([(2000, 100)] * 3, 7000, {}),  # more items than a GPU has multiprocessors
     ],
 )
-@pytest.mark.parametrize("split_size", [None, 192])
+@pytest.mark.parametrize("split_size", [None, 256])
 def test_specialized_warps(randn, assert_near, num_launches, Hq, Hkv, D, batch, num_copied, limits, split_size):
     """Tiles and splits of any size, several items a program, and requests that are left to the other kernel."""
     tiling = prefill_tiling(512, 1, Hq, Hkv, D, 2, can_copy=True, can_specialize=True)
@@ -382,7 +386,9 @@ def test_what_does_not_fit_is_refused(randn):
         planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, tiling=SMALL_PREFILL, workspace=large)
     tiling = dataclasses.replace(SMALL_PREFILL, copied=SPECIALIZED_TILINGS[128])
     plan = sent(plan_prefill([2], [64], Grid(8, 16, 16), tokens_per_tile=8))
-    copying = dataclasses.replace(large, copied=PromptKeys.of(256, 1, 32, torch.float32, DEVICE))
+    copying = dataclasses.replace(large, copied=PromptKeys.of(256, 1, 32, torch.float32, DEVICE, has_windows=False))
+    with pytest.raises(ValueError, match="no tiles of zeros, which a window of 9 needs"):
+        planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, window=9, tiling=tiling, workspace=copying)
     with pytest.raises(ValueError, match="take no softcap"):
         planned_prefill(randn(2, 4, 16), *paged, plan, scale=1.0, softcap=5.0, tiling=tiling, workspace=copying)
 

@@ -185,4 +185,4 @@ class Sharing(RuleBasedStateMachine):
 
 
 TestSharing = Sharing.TestCase
-TestSharing.settings = settings(max_examples=60, stateful_step_count=30)
+TestSharing.settings = settings(max_examples=30, stateful_step_count=30)

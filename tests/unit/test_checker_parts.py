@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from shared.cli import app
 from shared.errors import ConfigError
-from shared.lesson_source import diff_lines
-from shared.lessons import find_lesson
 from tutorial.checker.chapter import parse
 from tutorial.checker.citations import agrees, check_citations, cited_lines, evaluate, rounded_like
 from tutorial.checker.folds import unfolded
@@ -91,16 +89,6 @@ def test_a_name_is_quoted_with_its_exercises_folded(
     assert "\n".join(quoted) == expected
 
 
-def test_classes_and_files_are_quoted_whole(module: Path) -> None:
-    box = "\n".join(quoted_source(module, "shared/box.py#Box"))
-    assert box.startswith('class Box:\n    """A class."""\n\n    limit = 2\n\n    async def open')
-    without = "\n".join(quoted_source(module, "shared/box.py#Box", with_docstrings=False))
-    assert without.startswith("class Box:\n    limit = 2\n\n    async def open")
-    whole = "\n".join(quoted_source(module, "shared/box.py"))
-    before, _, exercise = SOURCE.partition("        # exercise 03x1: add\n")
-    assert whole + "\n" == before + "        …  # exercise 03x1\n" + exercise.partition("# end exercise\n")[2]
-
-
 def test_what_is_no_fold_hides_nothing_and_a_fold_names_an_exercise_that_exists() -> None:
     assert [unfolded(line) for line in ("... # exercise 01ax2", "x = 1  # exercise 01ax2", "…", "")] == [None] * 4
     with pytest.raises(ConfigError, match="no exercise '01ax99'"):
@@ -121,32 +109,6 @@ def test_what_cannot_be_quoted_is_said(target: str, message: str, module: Path) 
     (module.parent / "secret.py").write_text("x = 1\n")
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         quoted_source(module, target)
-
-
-def test_a_diff_without_target_is_that_of_infer_diff() -> None:
-    lines = phase_diff("02..03", None)
-    shown = list(diff_lines(find_lesson("02"), find_lesson("03")))
-    assert lines == shown[: len(lines)]
-    assert lines[0] == "--- phases/phase_02/engine.py"
-    assert shown[len(lines)].startswith("--- ")
-
-
-def test_a_diff_of_a_method_shows_all_of_it() -> None:
-    lines = phase_diff("02..03", "Engine.forward")
-    old, new = ([line[1:] for line in lines if line[0] != sign] for sign in "+-")
-    assert old[0] == new[0] == "def forward(self, request: Request) -> torch.Tensor:"
-    for lesson, side in (("02", old), ("03", new)):
-        whole = quoted_source(ROOT, f"phases/phase_{lesson}/engine.py#Engine.forward")
-        assert side == whole
-    added = phase_diff("1b..2", "Engine.generate")
-    assert all(line.startswith("+") for line in added)
-
-
-def test_a_diff_of_a_replaced_part_shows_the_method_in_both_files() -> None:
-    lines = phase_diff("04..06", "PreemptiveScheduler.schedule")
-    sides = [[line[1:] for line in lines if line[0] != sign] for sign in "+-"]
-    names = "static.py#StaticScheduler", "preemptive.py#PreemptiveScheduler"
-    assert sides == [quoted_source(ROOT, f"shared/scheduling/{name}.schedule", with_docstrings=False) for name in names]
 
 
 @pytest.mark.parametrize(

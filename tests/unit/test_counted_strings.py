@@ -4,15 +4,12 @@ import json
 import random
 import re
 
-import numpy as np
 import pytest
 
 from shared.grammar.automata.automaton import START, UNBOUNDED
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from shared.grammar.patterns.long_repeats import as_length
-from shared.grammar.tokens.fsm import TokenFSM
-from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from tests.grammar_walks import byte_classes, random_text
 from tests.grammars import budget
 
@@ -135,36 +132,3 @@ def test_names_need_no_states_for_each_letter() -> None:
     automaton = compile_schema({"type": "string", "pattern": "^[\\p{L}\\p{M} '-]{1,100}$"}, counted)
     assert automaton.num_states < 500
     assert counted.work < 100_000
-
-
-def test_masks_are_those_of_each_token() -> None:
-    words = [
-        "a",
-        "%",
-        "%2",
-        "20",
-        "%20",
-        "%20%20",
-        "0%",
-        "é",
-        "[",
-        ":",
-        "://",
-        "http",
-        '"',
-        'a"',
-        '0"',
-        "]",
-        "aaaa",
-        "%%",
-    ]
-    tokens = GrammarVocabulary.of_tokens([b"</s>", *(word.encode() for word in words)], [0])
-    automaton = compile_schema({"type": "string", "format": "iri", "maxLength": 40}, budget())
-    fsm = TokenFSM(automaton, tokens)
-    begun = "http://a/" + "%20" * 8
-    for text in [begun, *(begun + "a" * count for count in range(1, 8)), *(begun + "é" * count for count in range(8))]:
-        now = automaton.walk(START, f'"{text}'.encode())
-        assert now is not None, text
-        allowed = [token for token in words if automaton.walk(now, token.encode()) is not None]
-        assert [tokens.tokens[number].decode() for number in fsm.allowed_tokens(now)] == allowed, text
-        assert np.flatnonzero(fsm.mask(now)).tolist() == fsm.allowed_tokens(now), text

@@ -27,7 +27,6 @@ from shared.speculation.adaptive import a_tenth
 from shared.speculation.draft_memory import memory_settings
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
-from tests.drafts import assert_greedy_same_and_others_repeatable
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve
 from tests.mixed_requests import tokens as tokens_of
 from tests.random_loads import Load, answers_alone, assert_as_alone, interrupt, loads, sizes
@@ -233,17 +232,6 @@ def test_requests_longer_than_the_draft_model_can_read_go_on_without(
     assert seen(serve(engine, requests)[0]) == seen(expected)
     assert has_guessed(engine)
     assert engine.runner.num_forwards > 40
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_rejection_needs_the_distributions_of_the_drafts(
-    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], family: str
-) -> None:
-    folder = tiny_checkpoints[family]
-    engines = [make(folder, drafts[family], acceptance_method="rejection") for _ in range(2)]
-    plain = Plain(EngineConfig(model=str(folder), max_seq_len=128))
-    assert_greedy_same_and_others_repeatable(engines, [*ALIKE, *MIXED], plain)
-    assert has_guessed(engines[0])
 
 
 def test_with_rejection_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[str, Path]) -> None:

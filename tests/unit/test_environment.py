@@ -149,17 +149,24 @@ def add_wheel(folder: Path, name: str, version: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has one build")
 @pytest.mark.parametrize(
-    ("offered", "has_gpu", "variable", "taken"),
-    [
-        (("cpu", "cu130"), False, "", "cpu"),
-        (("cpu", "cu130"), True, "", "cu130"),
-        (("cu130",), False, "", "cu130"),
-        (("cpu", "cu130"), False, "cuda", "cu130"),
-        (("cpu", "cu130"), True, "cpu", "cpu"),
-    ],
+    ("gpu_files", "variable", "build"),
+    [((), "", "torch==2.13.0+cpu"), (("/",), "", "None"), ((), "cuda", "None"), (("/",), "cpu", "torch==2.13.0+cpu")],
 )
-def test_without_a_gpu_pytorch_is_its_cpu_build_where_that_is_offered(
-    offered: tuple[str, ...], has_gpu: bool, variable: str, taken: str, checkout: Path
+def test_the_cpu_build_of_pytorch_is_for_machines_without_a_gpu_or_asked_for(
+    gpu_files: tuple[str, ...], variable: str, build: str, checkout: Path
+) -> None:
+    (checkout / "constraints" / "constraints.txt").write_text("torch==2.13.0\n")
+    code = f"import environment; environment.NVIDIA_FILES = {gpu_files}; print(environment.cpu_torch())"
+    command = [checkout / ".venv/bin/python", "-c", code]
+    variables = outside() | {"TORCH_BUILD": variable}
+    done = subprocess.run(command, cwd=checkout / "constraints", capture_output=True, text=True, env=variables)
+    assert done.stdout == f"{build}\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has one build")
+@pytest.mark.parametrize(("offered", "taken"), [(("cpu", "cu130"), "cpu"), (("cu130",), "cu130")])
+def test_where_the_cpu_build_is_not_offered_the_other_is_installed(
+    offered: tuple[str, ...], taken: str, checkout: Path
 ) -> None:
     wheels = checkout / "wheels"
     wheels.mkdir()
@@ -171,26 +178,19 @@ def test_without_a_gpu_pytorch_is_its_cpu_build_where_that_is_offered(
     project = '[project]\nname = "course"\ndependencies = ["torch>=2.11"]\noptional-dependencies = {}\n'
     (checkout / "pyproject.toml").write_text(project)
     (checkout / "constraints" / "constraints.txt").write_text("torch==2.13.0\n")
-    files = (str(wheels),) if has_gpu else ()
     code = (
-        f"import environment; environment.NVIDIA_FILES = {files}; "
+        "import environment; environment.NVIDIA_FILES = (); "
         f"environment.Environment(environment.ROOT / '.venv').prepare(['--no-index', '--find-links', {str(wheels)!r}])"
     )
     variables = {name: value for name, value in outside().items() if not name.startswith("PIP_")}
-    variables |= {"PIP_CONFIG_FILE": os.devnull, "TORCH_BUILD": variable}
-    python = checkout / ".venv/bin/python"
-    done = subprocess.run(
-        [python, "-c", code],
-        cwd=checkout / "constraints",
-        capture_output=True,
-        text=True,
-        env=variables,
-        timeout=PATIENCE,
-    )
+    variables |= {"PIP_CONFIG_FILE": os.devnull, "TORCH_BUILD": ""}
+    command = [checkout / ".venv/bin/python", "-c", code]
+    constraints = checkout / "constraints"
+    done = subprocess.run(command, cwd=constraints, capture_output=True, text=True, env=variables, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     version = "from importlib.metadata import version; print(version('torch'), version('triton'))"
-    assert said(python, "-c", version) == f"2.13.0+{taken} 3.6.0\n"
-    is_refused = offered == ("cu130",)
+    assert said(checkout / ".venv/bin/python", "-c", version) == f"2.13.0+{taken} 3.6.0\n"
+    is_refused = taken != "cpu"
     assert ("pip did not install torch==2.13.0+cpu" in done.stdout) == is_refused
     assert ("    ERROR: No matching distribution found for torch==2.13.0+cpu" in done.stdout) == is_refused
 

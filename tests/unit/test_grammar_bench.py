@@ -21,9 +21,9 @@ def test_the_engine_with_grammars_beside_one_without(tiny_checkpoints: dict[str,
 
 def test_masks_are_compared_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "time_calls", lambda call, sets: call(*sets[0]) or 1e-6)
-    found = grammar.measure_kernels(3000, torch.device("cpu"), 0, num_checks=20)
+    found = grammar.measure_kernels(1000, torch.device("cpu"), 0, num_checks=20)
     assert found["compared"] == 20
     assert found["us"].keys() == grammar.BATCHES.keys()
     monkeypatch.setattr(grammar, "remove_refused", lambda *_: None)
     with pytest.raises(RuntimeError, match=r"differs from the CPU's"):
-        grammar.measure_kernels(3000, torch.device("cpu"), 0, num_checks=20)
+        grammar.measure_kernels(1000, torch.device("cpu"), 0, num_checks=20)

@@ -86,17 +86,6 @@ def test_a_hunt_has_a_folder_of_its_own_and_leaves_the_exercises(tmp_path: Path)
     assert "3 modules of" in WorkspaceFinder(folder.root, raises=False).summary()
 
 
-def test_what_is_remembered_of_a_hunt(tmp_path: Path) -> None:
-    (hunt,) = find_hunts("08b1")
-    folder = HuntFolder(tmp_path, hunt)
-    folder.plant()
-    assert [folder.next_hint() for _ in range(3)] == [1, 2, 2]
-    folder.note(given_up=True)
-    folder.note(solved=True)
-    again = HuntFolder(tmp_path, hunt).state
-    assert (again.hints, again.is_solved, again.is_given_up) == (2, False, True)
-
-
 def test_what_cannot_be_read_of_a_hunt_costs_neither_the_list_nor_the_fix(tmp_path: Path) -> None:
     (hunt,) = find_hunts("08b1")
     folder = HuntFolder(tmp_path, hunt)
@@ -143,20 +132,6 @@ def test_an_action_without_a_name_is_for_the_one_hunt_that_is_open(tmp_path: Pat
     assert "05b1, 08b1" in printed
     bug(tmp_path, "08b1", "--give-up")
     assert bug(tmp_path, "--hint")[1].startswith("1 of 2: "), "05b1 is the one that is left"
-
-
-def test_without_triton_a_phase_is_judged_by_its_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("03.1b1", "06.1b1", "06.1b2", "10b1", "10b2")
-    found = [hunt for name in names for hunt in find_hunts(name)]
-    assert all(any(map(is_of_kernels, hunt.tests_of_phase)) for hunt in found)
-    monkeypatch.setattr("tutorial.workshop.hunts.NO_TRITON", "needs Triton")
-    for hunt in found:
-        assert set(hunt.tests) <= set(hunt.tests_of_phase)
-        assert not any(map(is_of_kernels, hunt.tests_of_phase))
-
-
-def is_of_kernels(test: str) -> bool:
-    return test.startswith("tests/kernels/")
 
 
 @pytest.mark.parametrize("hunt", hunts(), ids=by_number)

@@ -1,4 +1,4 @@
-"""Random schemas, random documents and random walks: the compiler against a validator. Marked slow: `test_json_schema`
+"""Random schemas, random documents and random walks: the compiler against a validator. Marked slow: `json_schema/`
 has an example of every keyword."""
 
 import json
@@ -170,7 +170,7 @@ members = st.dictionaries(
 )
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(["anyOf", "oneOf"]),
     st.lists(open_objects, min_size=2, max_size=5),

@@ -49,18 +49,6 @@ def found(workspace: Workspace) -> Verdict:
     return verdict
 
 
-def test_a_verdict_on_all_lines_together_is_found_for_these_lines_alone(workspace: Workspace) -> None:
-    file = workspace.file(EXERCISE)
-    kept = KeptVerdicts(workspace.root)
-    gap = f'raise NotImplementedError("{ABOVE.message}")'
-    file.write_text(file.read_text().replace(gap, "self.num_past = 7"))
-    keys = kept.keys([EXERCISE])[EXERCISE]
-    kept.keep(failed(workspace), keys, is_alone=False)
-    assert kept.find(EXERCISE, keys) is not None
-    file.write_text(file.read_text().replace("self.num_past = 7", "self.num_past = 8"))
-    assert kept.find(EXERCISE, kept.keys([EXERCISE])[EXERCISE]) is None
-
-
 def test_a_failure_names_its_line_after_lines_were_added_above(workspace: Workspace) -> None:
     file = workspace.file(EXERCISE)
     keep(workspace, failed(workspace))

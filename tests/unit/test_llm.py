@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from shared.engine.llm import LLM
+from shared.engine.prompt import CheckedIds, check_prompt
 from shared.errors import ConfigError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
 from shared.text.stopping import FinishReason
+from tests.random_loads import raise_for
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -138,6 +140,20 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
     assert len(answer.token_ids) == 3, "a bare text is one prompt"
 
 
+def test_checked_ids_are_looked_at_again_only_for_a_smaller_vocabulary() -> None:
+    ids = CheckedIds.of([3, 9], 10, 8)
+    assert check_prompt(ids, 10, 8) == [3, 9]
+    with pytest.raises(RequestError, match="the token id 9;"):
+        check_prompt(ids, 9, 8)
+    with pytest.raises(RequestError, match="maximum context length is 2 tokens"):
+        check_prompt(ids, 10, 2)
+    with pytest.raises(RequestError, match="the token id True;"):
+        CheckedIds.of([3, True], 10, 8)
+    ids = CheckedIds([-1])
+    ids.vocab_size = 10
+    assert check_prompt(ids, 10, 8) == [-1], "it is not looked at"
+
+
 def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(folder, max_seq_len=64, max_batch_size=2)
     forward, calls = llm.engine.model.forward, 0
@@ -156,16 +172,9 @@ def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.
     assert llm.engine.pool.audit() == []
 
 
-def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str) -> None:
     llm = LLM(folder, max_seq_len=64)
-    forward = llm.engine.model.forward
-
-    def failing(tokens: Any, kv: Any) -> Any:
-        if 400 in tokens.ids.tolist():
-            raise RuntimeError("injected")
-        return forward(tokens, kv)
-
-    monkeypatch.setattr(llm.engine.model, "forward", failing)
+    raise_for(llm.engine, 400)
     params = SamplingParams(**GREEDY, max_new_tokens=2)
     good, bad = llm.generate([[7], [400]], params, progress=False)
     assert (good.error, len(good.token_ids)) == (None, 2)

@@ -434,7 +434,7 @@ def test_the_trie_holds_every_token(tokens: list[bytes]) -> None:
 
 
 def test_a_token_with_the_byte_of_special_tokens_has_no_text() -> None:
-    tokens: Any = SimpleNamespace(vocab_size=4, special_tokens=["<x>"], token_id=lambda name: 3, eos_ids=(2, 5))
-    tokens.token_bytes = [b"a", b"\xff", b"a\xff", b"<x>"].__getitem__
-    found = GrammarVocabulary.of(tokens, 5)
-    assert (found.tokens, found.end_ids) == ([b"a", b"", b"", b"\xff<x>", b""], (2,)), "id 5 has no logit"
+    tokens: Any = SimpleNamespace(vocab_size=5, special_tokens=["<x>"], token_id=lambda name: 3, eos_ids=(4, 6))
+    tokens.token_bytes = [b"a", b"\xff", b"a\xff", b"<x>", b"b"].__getitem__
+    found = GrammarVocabulary.of(tokens, 6)
+    assert (found.tokens, found.end_ids) == ([b"a", b"", b"", b"\xff<x>", b"", b""], (4,)), "id 6 has no logit"

@@ -213,31 +213,6 @@ def test_masks_of_all_requests_stay_within_the_budget() -> None:
     assert ([entry.num_tokens for entry in schedule], schedule.masks) == ([3, 3], {requests[0]: 1})
 
 
-def test_a_guess_is_verified_even_where_guesses_are_not_worthwhile() -> None:
-    scheduler = make_scheduler()
-    add(scheduler)
-    for _ in range(2):
-        step(scheduler)
-    scheduler.lengths.next_lengths = lambda requests: [0] * len(requests)  # type: ignore[method-assign]
-    assert_equal(step(scheduler), (1, 0), "drafts and masks of the next step")
-    assert_equal(step(scheduler), (0, 0), "drafts and masks of the step after")
-
-
-def test_as_many_guesses_are_verified_as_are_wanted_of_those_that_are_there() -> None:
-    scheduler = make_scheduler()
-    requests = [add(scheduler, name) for name in "abc"]
-    scheduler.guesses = dict(zip(requests, (2, 2, 2), strict=True))
-    found = scheduler.verifiable(dict(zip(requests[:2], (1, 5), strict=True)))
-    assert_equal([found[request] for request in requests], [1, 2, 1], "guesses to verify", ("request",))
-
-
-def test_the_last_tokens_have_no_useless_masks() -> None:
-    """Masks of which no guess could be verified before the maximum length are not computed."""
-    scheduler = make_scheduler()
-    add(scheduler, num_tokens=4)
-    assert [step(scheduler) for _ in range(3)] == [(0, 0), (0, 1), (1, 0)]
-
-
 def test_a_batch_has_real_tokens_first_and_no_logits_of_masks() -> None:
     scheduler = make_scheduler()
     for name in "ab":

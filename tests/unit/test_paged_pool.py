@@ -109,7 +109,7 @@ class Pool(PoolMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=40, stateful_step_count=40)
+TestPool.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 @pytest.mark.parametrize(

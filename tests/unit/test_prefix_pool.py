@@ -144,24 +144,6 @@ def test_blocks_of_one_token() -> None:
     assert_equal(pool.used_tokens, 3, "used tokens: each counts once")
 
 
-def test_blocks_enter_when_they_are_committed_and_answers_too() -> None:
-    """A conversation: the next turn begins with the first prompt and its answer."""
-    pool, first = make_pool(), make("1", "abcdef")
-    start(pool, first)
-    compute(pool, first, 5)
-    assert_equal(pool.extension.tree.num_blocks, 1, "blocks in the tree after five tokens")
-    compute(pool, first, 1)
-    for letter in "ghi":
-        first.append(ord(letter))
-        assert pool.reserve(first, first.num_tokens), "a token was refused"
-        compute(pool, first)
-    assert_equal(pool.audit_blocks(), [], "audit of the blocks", ("line",))
-    pool.release(first)
-    assert_equal(pool.cached_blocks(), [0, 1], "cached blocks", ("block",))
-    assert_equal(pool.free_tokens, pool.capacity_tokens, "free tokens")
-    assert_equal(run(pool, make("2", "abcdefghijk")), 8, "cached tokens of the next turn")
-
-
 def test_two_requests_that_computed_the_same_share_it_afterwards() -> None:
     pool, first, second = make_pool(), make("1", "abcdefghi"), make("2", "abcdefghx")
     start(pool, first)
@@ -197,18 +179,6 @@ def test_a_prompt_whose_middle_was_evicted_is_cached_up_to_there() -> None:
     start(pool, other)
     pool.release(other)
     assert_equal(start(pool, request), 8, "cached tokens: two of three blocks")
-
-
-def test_a_refusal_evicts_nothing() -> None:
-    pool, old, running = make_pool(4), make("1", "abcdefgh"), make("2", "xxxxx")
-    run(pool, old)
-    pool.release(old)
-    start(pool, running)
-    assert_equal(pool.reserve(make("3", ""), 3 * SIZE), False, "reserve of three blocks where two can be had")
-    assert_equal(len(pool.cached_blocks()), 2, "cached blocks")
-    with pytest.raises(CapacityError, match="asks for 17 tokens and the pool has 16"):
-        pool.reserve(running, 17)
-    assert_equal(len(pool.cached_blocks()), 2, "cached blocks")
 
 
 @pytest.mark.parametrize("num_free", [0, 1])
@@ -280,15 +250,6 @@ def test_a_salt_shares_with_the_same_salt_alone() -> None:
     for salt, cached in ((None, 0), ("tenant 2", 0), ("tenant 1", 8)):
         assert_equal(pool.must_wait(make("w", "stuvwxyz", cache_salt=salt)), cached > 0, f"{salt}: waits")
         assert_equal(pool.admit(make("x", "abcdefghi", cache_salt=salt)), cached, f"{salt}: cached tokens")
-
-
-def test_a_request_for_prompt_log_probabilities_computes_its_prompt() -> None:
-    pool, first, second = make_pool(), make("1", "abcdefghi"), make("2", "abcdefghi", prompt_logprobs=0)
-    start(pool, first)
-    assert not pool.must_wait(second)
-    compute(pool, first)
-    assert_equal(run(pool, second), 0, "cached tokens")
-    assert_equal(pool.table(second)[:2].tolist(), pool.table(first)[:2].tolist(), "its blocks came back", ("entry",))
 
 
 def test_a_shared_block_is_never_written() -> None:

@@ -54,7 +54,7 @@ def make_tree() -> tuple[PrefixTree, list[Node]]:
         ("aabbcc", [0, 1, 2]),
         ("aabbddee", [0, 1, 3]),
         ("aabbxx", [0, 1]),
-        ("aaxxcc", [0]),
+        ("aabxcc", [0]),  # the second token of the second block differs
         ("abbbcc", []),  # the second token of the first block differs
         ("aabbcd", [0, 1]),
         ("bbcc", []),  # there, but not at the beginning

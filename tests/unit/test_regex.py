@@ -256,6 +256,7 @@ def test_lookahead_as_in_python(pattern: str, texts: list[str], is_search: bool)
         ("(?!a)$^|^(?=c)", ["", "c"], ["a", "b"]),
         ("^(?=$|..).*$", ["", "ab", "éab"], ["a"]),
         ("^(?=a|é).(?!é|b)", ["ac", "é"], ["ab", "éé", "c"]),
+        (r"^(?=[\s\S]*a$)", ["a", "aba"], ["ab", ""]),
     ],
 )
 def test_lookahead(pattern: str, right: list[str], wrong: list[str]) -> None:

@@ -76,7 +76,6 @@ def test_the_shares_of_three_tokens_are_those_of_the_target(is_certain: bool) ->
     [
         *((k, {}, is_certain) for k in (2, 8) for is_certain in (False, True)),
         *((1, options, n % 2 == 1) for n, options in enumerate(OPTIONS)),
-        *((4, OPTIONS[n], n % 2 == 0) for n in (1, 2, 5)),
     ],
 )
 def test_the_tokens_of_every_position_are_distributed_as_without_drafts(

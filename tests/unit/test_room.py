@@ -147,22 +147,6 @@ def test_a_connection_that_a_client_resets_leaves_no_traceback(server: Board, ca
     assert capfd.readouterr().err == ""
 
 
-def test_a_workspace_joins_tells_and_leaves(server: Board, tmp_path: Path) -> None:
-    assert tell(tmp_path) == leave(tmp_path) == ""
-    workspace, exercise = Workspace(tmp_path), find_exercise("02x5")
-    workspace.start([exercise])
-    join(tmp_path, server.address, "Ada")
-    (key,) = server.standings
-    assert server.standings[key] == Standing("Ada", "02x5")
-    workspace.note_check(exercise, passed=False, case="test_a")
-    assert tell(tmp_path) == ""
-    assert (server.standings[key].case, server.standings[key].num_failed) == ("test_a", 1)
-    join(tmp_path, server.address, "Grace")
-    assert [each.name for each in server.standings.values()] == ["Grace"], "who joins again leaves first"
-    assert leave(tmp_path) == server.address
-    assert server.standings == {}
-
-
 def test_a_learner_joins_before_the_first_exercise_and_stays_where_another_board_is_not_there(
     server: Board, tmp_path: Path
 ) -> None:

@@ -1,15 +1,11 @@
 """The serving benchmark's parts: traces, how they are put to an engine, contenders, figures by hand, vLLM's adapter."""
 
-import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.report import ratio
 from benchmarks.run_matrix import add_gains, configurations
@@ -28,14 +24,12 @@ from benchmarks.serving.results import (
     tokens_recomputed,
 )
 from benchmarks.serving.transformers_engine import TransformersEngine
-from benchmarks.serving.vllm_peer import VllmEngine
 from benchmarks.workloads.serving import Trace, TraceRequest, Workload, make_trace
 from phases.phase_03.engine import Engine as Plain
 from shared.engine.config import EngineConfig
 from shared.engine.record import StepRecord
-from shared.errors import ConfigError, QueueFullError
+from shared.errors import QueueFullError
 from shared.lessons import lessons
-from shared.sampling.params import SamplingParams
 from shared.server.http.sse import COMMENT, DONE, frame
 
 MIXED = Workload("mixed", "Mixed", 40, 4, (8, 20), (3, 9))
@@ -297,58 +291,3 @@ def test_stalls_and_overtaking_begin_beyond_their_bounds() -> None:
     assert requests_overtaken(again, bound=0) == 0, "0 was begun in the first step, and preempted"
     numbers = [step(n, n + 1, [str(n)]) for n in range(12)]  # "10" comes after "9", not after "1"
     assert requests_overtaken(numbers, bound=0) == 0
-
-
-class FakeEngine:
-    """Counts upwards from a prompt's last id; as with asynchronous scheduling, the first step gives nothing."""
-
-    def __init__(self) -> None:
-        self.open: dict[str, list[int]] = {}  # last id, tokens to come
-        self.is_in_flight = self.is_down = False
-        self.engine_core = SimpleNamespace(shutdown=lambda: setattr(self, "is_down", True))
-        self.abort_request = lambda ids: [self.open.pop(request_id) for request_id in ids]
-        self.has_unfinished_requests = lambda: bool(self.open)
-
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
-        assert (prompt["type"], params.ignore_eos, params.detokenize) == ("token", True, False)
-        self.open[request_id] = [prompt["prompt_token_ids"][-1], params.max_tokens]
-
-    def step(self) -> list[Any]:
-        self.is_in_flight, gives = True, self.is_in_flight
-        outputs = []
-        for name, (last, left) in list(self.open.items()) if gives else []:
-            self.open[name] = [last + 1, left - 1]
-            given = [SimpleNamespace(token_ids=[last + 1])]
-            outputs.append(SimpleNamespace(request_id=name, outputs=given, finished=left == 1))
-        self.open = {name: entry for name, entry in self.open.items() if entry[1]}
-        return outputs
-
-
-def test_tokens_are_handed_on_one_by_one_and_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="pip install vllm"):
-        VllmEngine(folder, torch.bfloat16, max_seq_len=64)
-    package = {"LLM": lambda **_: SimpleNamespace(llm_engine=FakeEngine()), "SamplingParams": SimpleNamespace}
-    vllm = SimpleNamespace(__spec__=ModuleSpec("vllm", None), __version__="0.26.0", **package)
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    params = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", params)
-    monkeypatch.setattr("os.environ", {})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (60 << 30, 80 << 30))
-
-    engine = VllmEngine(folder, torch.bfloat16, max_seq_len=64, max_batch_size=3)
-    assert engine.settings["gpu_memory_utilization"] == 0.675
-    engine.add_request([5, 6], SamplingParams(temperature=0.0, max_new_tokens=2), "0")
-    engine.add_request([9], SamplingParams(temperature=0.0, max_new_tokens=5), "1")
-    given = [(o.request_id, o.token_id, o.finish_reason is not None) for _ in range(3) for o in engine.step()]
-    assert given == [("0", 7, False), ("1", 10, False), ("0", 8, True), ("1", 11, False)]
-    assert engine.stats()["tokens computed"] == 2 + 1 + 1 + 1
-    engine.abort("1")
-    assert not engine.has_work()
-    alone = engine.generate([1, 2], SamplingParams(temperature=0.0, max_new_tokens=3))
-    assert next(alone).token_id == 3
-    alone.close()  # type: ignore[attr-defined]
-    assert not engine.has_work()
-    theirs = engine.engine
-    engine.close()
-    assert theirs.is_down

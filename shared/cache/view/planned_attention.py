@@ -33,12 +33,14 @@ from shared.kernels.launch import check_head_size, launches
 from shared.models.causal_lm import CausalLM
 from shared.models.config import ModelConfig
 
-ROWS_BETWEEN = 2048
-"""Rows of a copy of keys for the ends of sequences, in addition to those for the tokens of the longest."""
+PADDING_ROWS = 8192
+"""Rows of the copy of keys that fill up the last tiles of sequences: as many as a step of 8,192 tokens needs, whatever
+the number of its prompts, unless a sliding window adds tiles of 128."""
 
 
 class PlannedAttention:
-    """Two launches at most, and their merges; see :class:`shared.cache.view.attention.PagedAttentionProtocol`.
+    """A launch for decoding requests, one or two for prompts, and their merges; see
+    :class:`shared.cache.view.attention.PagedAttentionProtocol`.
 
     Raises ConfigError if there is no kernel for the model's head size.
     """
@@ -58,10 +60,10 @@ class PlannedAttention:
             sizes.max_sequences, *heads, planner.itemsize, storage.keys.device
         )
         if planner.can_copy:
-            num_rows = max(sizes.max_tokens, sizes.max_seq_len) + ROWS_BETWEEN
-            keys = storage.keys
-            num_numbers = config.num_kv_heads * config.head_dim
-            copied = PromptKeys.of(num_rows, sizes.max_sequences, num_numbers, keys.dtype, keys.device)
+            keys, has_windows = storage.keys, any(window is not None for window in planner.windows)
+            num_rows = max(sizes.max_tokens, sizes.max_seq_len) + PADDING_ROWS
+            shape = num_rows, sizes.max_sequences, config.num_kv_heads * config.head_dim
+            copied = PromptKeys.of(*shape, keys.dtype, keys.device, has_windows)
             self.workspace = replace(self.workspace, copied=copied)
         self.decode_arrays: tuple[object, Arrays] = None, {}  # the last plans of a step that decodes, and their arrays
         self.received: object = None  # the plans of the last step, if it only decoded

@@ -151,6 +151,8 @@ def planned_prefill(
     if T == 0:
         return out
     workspace.check(plan)
+    if window is not None and workspace.copied is not None and not workspace.copied.has_windows:
+        raise ValueError(f"the matrix of copied keys has no tiles of zeros, which a window of {window} needs")
     if plan.num_rows != T or plan.tokens_per_tile != tiling.tokens(group):
         raise ValueError(
             f"the plan is of {plan.num_rows} tokens in tiles of {plan.tokens_per_tile}, and there are {T} in tiles of "

@@ -71,10 +71,15 @@ class PrefillTiling:
         """New tokens per tile: whole tokens, so that all heads of a token have the same splits."""
         return self.rows // group
 
+    @property
+    def unit(self) -> int:
+        """A split is a multiple of this many tokens, which are whole tiles of keys in both kernels."""
+        return self.tile if self.copied is None else max(self.tile, self.copied.tile)
+
     def grid(self, num_kv_heads: int, device: torch.device) -> Grid:
         """The launch grid that a plan fills."""
         programs = self.programs_per_multiprocessor * num_multiprocessors(device)
-        return Grid(max(1, programs // num_kv_heads), self.tile, max(self.least_split, self.tile))
+        return Grid(max(1, programs // num_kv_heads), self.unit, max(self.least_split, self.unit))
 
 
 AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)

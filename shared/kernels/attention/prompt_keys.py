@@ -8,9 +8,9 @@ costs a few percent of what it saves (docs/EXPERIMENTS.md).
 
 The matrix has ``num_rows`` rows for keys and as many for values, ``[2 · num_rows, Hkv · D]``. Each request with at
 least ``LEAST_NEW`` new tokens gets rows, in batch order until they run out. It gets one for each token of its sequence,
-rounded up to whole tiles, and a tile of zeros, so that a tile that begins within a sequence never reaches the next one.
-The other requests' keys are read from the blocks, by a separate launch. The copy derives the rows from the lengths, and
-writes where each request's begin, so a captured step copies for any batch.
+rounded up to whole tiles. In a sliding window a tile may begin at any token, so there a tile of zeros follows, and no
+tile reaches the next request's rows. The other requests' keys are read from the blocks, by a separate launch. The copy
+derives the rows from the lengths, and writes where each request's begin, so a captured step copies for any batch.
 
 Invariant: a row that is read holds a token of the request itself, or zeros.
 """
@@ -40,7 +40,7 @@ LEAST_NEW = tl.constexpr(64)
 """Minimum new tokens of a request for its keys to be copied: a copy reads and writes each key once."""
 LEAST_REQUESTS = 64
 """Minimum number of requests that a kernel is compiled for: one kernel serves every smaller batch."""
-NUMBERS = 256
+NUMBERS = 128
 """Maximum numbers of a token that a program of the copy moves at a time."""
 
 
@@ -50,17 +50,24 @@ class PromptKeys:
 
     matrix: torch.Tensor  # [2 · num_rows, Hkv · D]; finite
     first_rows: torch.Tensor  # int32 [B], of each request's first token, from the last copy; -1: it was not copied
+    has_windows: bool  # whether a tile may begin at any token, rather than at whole tiles
     descriptors: dict[Any, Any] = field(default_factory=dict)  # keyed by the tile, the head size, and what made them
 
     @classmethod
     def of(
-        cls, num_rows: int, num_requests: int, num_numbers: int, dtype: torch.dtype, device: torch.device
+        cls,
+        num_rows: int,
+        num_requests: int,
+        num_numbers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_windows: bool,
     ) -> "PromptKeys":
         """For ``num_rows`` tokens of ``num_numbers`` = Hkv · D elements, of up to ``num_requests`` requests, whose keys
         have ``dtype`` in the blocks."""
         wide = dtype if dtype.itemsize > 1 else torch.float16
         matrix = torch.zeros(2 * num_rows, num_numbers, dtype=wide, device=device)
-        return cls(matrix, torch.full((num_requests,), -1, dtype=torch.int32, device=device))
+        return cls(matrix, torch.full((num_requests,), -1, dtype=torch.int32, device=device), has_windows)
 
     @property
     def num_rows(self) -> int:
@@ -73,7 +80,7 @@ class PromptKeys:
         Args:
             num_new, lengths: ``[B]``: the new tokens of each prompt, and all tokens of its sequence.
         """
-        counts = np.where(num_new >= LEAST_NEW.value, (-(-lengths // tile) + 1) * tile, 0)
+        counts = np.where(num_new >= LEAST_NEW.value, (-(-lengths // tile) + self.has_windows) * tile, 0)
         is_copied = (counts > 0) & (counts.cumsum() <= self.num_rows)
         return bool(is_copied.any()), not is_copied.all()
 
@@ -91,7 +98,7 @@ class PromptKeys:
 def copy_keys_kernel(
     keys, values, tables, table_starts, lengths, query_indptr, matrix, first_rows, num_requests, num_rows, window,
     BLOCK_SIZE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, NUMBERS: tl.constexpr,
-    REQUESTS: tl.constexpr, PDL: tl.constexpr,
+    REQUESTS: tl.constexpr, HAS_WINDOWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) copies tiles j, j + the grid's second size, … of rows, in columns i · NUMBERS to (i + 1) ·
     NUMBERS. The first program writes where the rows of each of up to REQUESTS requests begin."""
@@ -100,7 +107,7 @@ def copy_keys_kernel(
     is_request = b < num_requests
     all_new = tl.load(query_indptr + b + 1, mask=is_request, other=0)
     all_new -= tl.load(query_indptr + b, mask=is_request, other=0)
-    num_tiles = tl.cdiv(tl.load(lengths + b, mask=is_request, other=0), TILE) + 1
+    num_tiles = tl.cdiv(tl.load(lengths + b, mask=is_request, other=0), TILE) + HAS_WINDOWS
     counts = tl.where(all_new >= LEAST_NEW, num_tiles * TILE, 0)
     ends = tl.cumsum(counts, 0)
     column = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
@@ -157,5 +164,5 @@ def copy_keys(
         keys, values, tables, table_starts, lengths, query_indptr, into.matrix, into.first_rows, num_requests,
         into.num_rows, window,
         BLOCK_SIZE=block_size, HKV=Hkv, D=D, TILE=tile, NUMBERS=num_numbers,
-        REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)), num_warps=4,
+        REQUESTS=next_power_of_two(max(num_requests, LEAST_REQUESTS)), HAS_WINDOWS=into.has_windows, num_warps=8,
     )  # fmt: skip

@@ -205,6 +205,8 @@ def attend(HALF: gl.constexpr, plan, rounds, buffers, outputs, scale, SHAPE: gl.
         item = find_item(n, plan, SHAPE)
         if item.num_tiles > 0:
             start, end = item.start, item.end
+            first_state = gl.load(outputs.indptr + item.query_row)  # all tokens of a tile have as many splits
+            num_splits = gl.load(outputs.indptr + item.query_row + 1) - first_state  # 0: the tile has one
             r = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
             last = item.position + r // GROUP
             least_last = item.position + HALF * ROWS // GROUP
@@ -253,20 +255,22 @@ def attend(HALF: gl.constexpr, plan, rounds, buffers, outputs, scale, SHAPE: gl.
             num_read += 1
 
             divisor = gl.convert_layout(gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, VALUES))
-            result = gl.convert_layout(weighted / divisor[:, None], STORED)
-            logarithm = gl.convert_layout(maximum + gl.log2(total), gl.SliceLayout(1, STORED))
+            result = weighted / divisor[:, None]
             r = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
             d = gl.arange(0, D, layout=gl.SliceLayout(0, STORED))[None, :]
             is_row = r // GROUP < item.num_tokens
-            row = (item.query_row + r // GROUP).to(gl.int64)
             head = item.kv_head * GROUP + r % GROUP
-            first_state = gl.load(outputs.indptr + row, mask=is_row, other=0)
-            is_split = gl.load(outputs.indptr + row + 1, mask=is_row, other=0) > first_state  # the same in all rows
-            state = (first_state + item.split).to(gl.int64) * HEADS + head
-            into = outputs.out + (row * HEADS + head)[:, None] * D + d
-            gl.store(into, result.to(dtype), mask=(is_row & ~is_split)[:, None])
-            gl.store(outputs.partial + state[:, None] * D + d, result, mask=(is_row & is_split)[:, None])
-            gl.store(outputs.partial_log + state, logarithm, mask=is_row & is_split)
+            if num_splits == 0:
+                row = (item.query_row + r // GROUP).to(gl.int64) * HEADS + head
+                gl.store(
+                    outputs.out + row[:, None] * D + d, gl.convert_layout(result.to(dtype), STORED), is_row[:, None]
+                )
+            else:
+                logarithm = gl.convert_layout(maximum + gl.log2(total), gl.SliceLayout(1, STORED))
+                state = (first_state + r // GROUP * num_splits + item.split).to(gl.int64) * HEADS + head
+                into = outputs.partial + state[:, None] * D + d
+                gl.store(into, gl.convert_layout(result, STORED), mask=is_row[:, None])
+                gl.store(outputs.partial_log + state, logarithm, mask=is_row)
 
 
 @gluon.jit

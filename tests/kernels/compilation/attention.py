@@ -156,7 +156,7 @@ def compile_planned_prefill():
             grid, per_tile = Grid(10, tiling.tile, tiling.tile), tiling.tokens(Hq // Hkv)
             plan = on_device(plan_prefill(new, lengths.tolist(), grid, tokens_per_tile=per_tile))
             workspace = PlannedWorkspace.of(grid.max_states(per_tile), 0, Hq, Hkv, D, lengths.device)
-            copied = PromptKeys.of(1024, 2, Hkv * D, dtype, lengths.device)
+            copied = PromptKeys.of(1024, 2, Hkv * D, dtype, lengths.device, has_windows=False)
             options = {"tiling": tiling, "workspace": dataclasses.replace(workspace, copied=copied), "softcap": softcap}
             q = torch.zeros(sum(new), Hq, D, dtype=dtype)
             planned_prefill.planned_prefill(q, memory, memory, tables, lengths, lengths, plan, scale=0.125, **options)

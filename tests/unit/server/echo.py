@@ -70,7 +70,7 @@ class EchoEngine:
     """Answers each prompt with its own tokens, over and over; the token POISON fails instead.
 
     The log-probability of a prompt's token is its id, below 0; the second most likely token is a special one. Of a
-    prompt, all tokens but one were in the KV cache; an answer that ends has an accepted draft and two rejected ones.
+    prompt, all tokens but one were in the KV cache. An answer that ends has an accepted draft and two rejected ones.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page, totals_rows
 from shared.tracing.trace import Outcome, Totals
 from shared.tracing.workload import Arrival, arrival_steps, mixed_requests, run
+from tests.random_loads import raise_for
 from tests.unit.tracing.recording import POISON, Clock, D, F, P, Q, arrivals, kinds, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded
 
@@ -98,16 +98,9 @@ def test_steps_count_from_the_beginning_and_those_without_work_count_for_nothing
         Recorder(engine)
 
 
-def test_a_request_that_fails_and_those_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fails_and_those_beside_it(folder: Path) -> None:
     engine = make_engine(folder, max_batch_size=3)
-    forward = engine.model.forward
-
-    def failing(tokens: Any, kv: Any) -> Any:
-        if POISON in tokens.ids.tolist():
-            raise RuntimeError("injected")
-        return forward(tokens, kv)
-
-    monkeypatch.setattr(engine.model, "forward", failing)
+    raise_for(engine, POISON)
     workload = arrivals(2, 2, 2)
     workload[1] = replace(workload[1], prompt_ids=(POISON,))
     trace = recorded(engine, workload)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,6 +55,12 @@ def arrivals(phase: str = "07") -> list[Arrival]:
         limited = replace(greedy, structured_output=Grammar.choice(["red", "blue"]), ignore_eos=False)
         made[1] = replace(made[1], params=limited)
     return made
+
+
+@cache
+def recording_of(folder: Path, phase: str) -> dict[str, Any]:
+    """A recording that no test changes."""
+    return record(make(folder, phase), find_lesson(phase), arrivals(phase))
 
 
 def recorder_of(folder: Path, phase: str) -> StepRecorder:
@@ -107,29 +114,19 @@ def test_a_patch_leads_from_one_state_to_the_other(before: State, after: State) 
     assert (patch == {}) == (before == after)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_all_patches_give_the_states_that_were_read(folder: Path, phase: str) -> None:
-    recorder = recorder_of(folder, phase)
-    full: dict[int, str] = {}
-    watching(recorder, lambda number, state: full.update({number: json.dumps(state, sort_keys=True)}))
-    run(recorder, arrivals(phase))
-    states = replayed(json.loads(as_text(recorder.recording())))
-    assert len(states) > 200
-    for number, state in enumerate(states):
-        assert json.dumps(state, sort_keys=True) == full[number], number
+@pytest.fixture(scope="module", params=PHASES)
+def readings(request: pytest.FixtureRequest, folder: Path) -> tuple[list[State], list[str], list[State]]:
+    """The states of a phase's run after each event: as patches give them, as the recorder read them, and as the engine
+    is read here once more, with other means than those of the recorder."""
+    recorder = recorder_of(folder, request.param)
+    engine, full, own = recorder.engine, dict[int, str](), dict[int, State]()
 
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_twelve_moments_are_those_of_the_engine(folder: Path, phase: str) -> None:
-    """The engine is read here once more, with other means than those of the recorder, at events over the whole run."""
-    recorder = recorder_of(folder, phase)
-    engine, seen = recorder.engine, dict[int, State]()
-
-    def look(number: int, _: State) -> None:
+    def look(number: int, state: State) -> None:
         pool, scheduler = engine.pool, engine.scheduler
         held = {request.request_id: blocks for request, blocks in pool.holdings()[1].items()}
         owned = [block for blocks in held.values() for block in blocks]
-        seen[number] = {
+        full[number] = json.dumps(state, sort_keys=True)
+        own[number] = {
             "waiting": [name for name in "abcd" if name in scheduler.waiting],
             "running": [request.request_id for request in scheduler.running.values()],
             "held": held,
@@ -139,10 +136,23 @@ def test_twelve_moments_are_those_of_the_engine(folder: Path, phase: str) -> Non
         }
 
     watching(recorder, look)
-    run(recorder, arrivals(phase))
-    states = replayed(recorder.recording())
+    run(recorder, arrivals(request.param))
+    states = replayed(json.loads(as_text(recorder.recording())))
+    return states, [full[n] for n in range(len(states))], [own[n] for n in range(len(states))]
+
+
+def test_all_patches_give_the_states_that_were_read(readings: tuple[list[State], list[str], list[State]]) -> None:
+    states, full, _ = readings
+    assert len(states) > 200
+    for number, state in enumerate(states):
+        assert json.dumps(state, sort_keys=True) == full[number], number
+
+
+def test_twelve_moments_are_those_of_the_engine(readings: tuple[list[State], list[str], list[State]]) -> None:
+    """At events over the whole run."""
+    states, _, engine_states = readings
     for number in range(0, len(states), len(states) // 11):
-        state, own = states[number], seen[number]
+        state, own = states[number], engine_states[number]
         requests = state["requests"]
         assert sorted(state["queues"]["waiting"]) == own["waiting"]
         assert state["queues"]["running"] == own["running"]
@@ -158,7 +168,7 @@ def test_twelve_moments_are_those_of_the_engine(folder: Path, phase: str) -> Non
 
 def test_a_run_in_chunks_by_hand(folder: Path) -> None:
     """a and b decode (8 and 9 tokens) when c, of 13, comes in chunks of 5; blocks have 4 tokens."""
-    recording = record(make(folder, "07"), find_lesson("07"), arrivals())
+    recording = recording_of(folder, "07")
     states = replayed(recording)
 
     def after(step: int, words: str, function: str) -> State:
@@ -206,19 +216,19 @@ def test_a_run_in_chunks_by_hand(folder: Path) -> None:
 
 
 def test_what_is_in_flight_drafted_and_allowed(folder: Path) -> None:
-    overlapped = replayed(record(make(folder, "09"), find_lesson("09"), arrivals()))
+    overlapped = replayed(recording_of(folder, "09"))
     assert max(len(state.get("in_flight", ())) for state in overlapped) == 2, "one is launched before one is awaited"
-    drafting = replayed(record(make(folder, "11"), find_lesson("11"), arrivals()))
+    drafting = replayed(recording_of(folder, "11"))
     fates = [each for state in drafting for each in state.get("drafts", {}).values() if "accepted" in each]
     assert fates
     for fate in fates:
         assert fate["accepted"] + fate["rejected"] == len(fate["ids"]) == fate["granted"]
-    walked = replayed(record(make(folder, "12"), find_lesson("12"), arrivals("12")))
+    walked = replayed(recording_of(folder, "12"))
     first = next(state["grammar"]["b"] for state in walked if "grammar" in state)
     assert first["examples"]
     assert first["allowed"] == 2, "r and b: the vocabulary's tokens are bytes"
     assert walked[-1]["requests"]["b"]["text"] in ("red", "blue")
-    shared = replayed(record(make(folder, "08"), find_lesson("08"), arrivals()))
+    shared = replayed(recording_of(folder, "08"))
     assert any(count == 3 for state in shared for _, count, *_ in state["pool"]["blocks"].values()), "a, b and the tree"
     assert shared[-1]["requests"]["b"].get("cached", 0) % 4 == 0
 
@@ -246,7 +256,7 @@ def test_a_gpu_runs_what_lines_launched_while_later_lines_run(folder: Path, monk
 
 def test_drafts_keep_their_count_in_the_commit(folder: Path) -> None:
     """The commit makes schedules of accepted drafts alone; the drafts of the step stay what was granted."""
-    recording = record(make(folder, "11"), find_lesson("11"), arrivals())
+    recording = recording_of(folder, "11")
     states = replayed(recording)
     fates = 0
     for step, end in zip(recording["steps"], [*recording["steps"][1:], {"first": len(states)}], strict=True):
@@ -281,12 +291,12 @@ def test_recording_changes_nothing(folder: Path, phase: str) -> None:
 
 @pytest.mark.parametrize("phase", ["07", "11"])
 def test_two_recordings_differ_in_times_only(folder: Path, phase: str) -> None:
-    first, second = (record(make(folder, phase), find_lesson(phase), arrivals()) for _ in range(2))
-    for each in (first, second):
-        for event in each["events"]:
-            event[1] = 0
-        for step in each["steps"]:
-            step["ms"] = 0
+    first, second = (
+        each
+        | {"events": [[line, 0, *rest] for line, _, *rest in each["events"]]}
+        | {"steps": [step | {"ms": 0} for step in each["steps"]]}
+        for each in (recording_of(folder, phase), record(make(folder, phase), find_lesson(phase), arrivals()))
+    )
     assert as_text(first) == as_text(second)
 
 
