@@ -33,7 +33,7 @@ from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
 from shared.server.process import address_of, bind, is_exposed
 from shared.server.routes.completions import CompletionFrames
-from shared.server.settings import _COUNTS, ServerConfig
+from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from tests.unit.server.exchange import events
 
@@ -43,11 +43,11 @@ from tests.unit.server.exchange import events
     {
         "model_name": ["", "a\nb"],
         "api_key": ["", "two words", "schlüssel"],
-        **{name: [0, -1] for name in _COUNTS},
-        "head_timeout": [0],
-        "max_unread_bytes": [0],
+        **{f"max_{name}": [0, -1] for name in ("tokens", "chat_tokens", "connections", "unread_bytes")},
+        **{f"max_{name}_bytes": [0, -1] for name in ("body", "head", "url")},
+        **{name: [0] for name in ("body_timeout", "head_timeout", "send_timeout", "keep_alive")},
         "grace": [0, -1, float("inf"), float("nan")],
-        "send_timeout": [0],
+        "retry_after": [0],
     }.items(),
 )
 def test_settings_that_make_no_sense_are_refused(name: str, values: list[Any]) -> None:
