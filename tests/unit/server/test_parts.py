@@ -7,6 +7,7 @@ import json
 import logging
 import resource
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
+from shared.cli.serve import model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
@@ -415,6 +417,14 @@ def test_an_address_beyond_this_machine_is_exposed(host: str, expected: bool) ->
         assert address_of(bound) == "http://{}:{}".format(*bound.getsockname())
     ipv6: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
     assert (address_of(ipv6), is_exposed(ipv6)) == ("http://[::1]:80", False)
+
+
+def test_a_folder_is_served_by_its_own_name_however_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, name in ((".", tmp_path.name), ("..", tmp_path.parent.name), ("org/model", "org/model")):
+        assert model_name(folder) == name
 
 
 @pytest.mark.parametrize(
