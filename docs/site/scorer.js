@@ -1,6 +1,6 @@
 // The order of what a search finds: titles that hold all that was asked for come first, of equals chapters, then other
 // pages, then reports. Numbers that Sphinx adds for matches are its own.
-const asked = (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
+const whatIsAsked = () => (new URLSearchParams(location.search).get("q") || "").toLowerCase().trim();
 
 /** What the field calls the subject of a chapter that has another title. @type {Record<string, string>} */
 const SUBJECTS = {
@@ -17,6 +17,7 @@ function kindOf(/** @type {string} */ page) {
 var Scorer = {
   /** @param {[page: string, title: string, anchor: string, text: string, score: number]} found */
   score: ([page, title, , , score]) => {
+    const asked = whatIsAsked();
     const [own, ...above] = title.toLowerCase().split(" > ").reverse();
     const isSubject = asked in SUBJECTS && page === `tutorial/phase_${SUBJECTS[asked]}`;
     return score + (isSubject ? 1000 : 0) + kindOf(page) * (own.includes(asked) ? (above.length ? 50 : 100) : 1);

@@ -19,7 +19,22 @@ from tests.integration.stepper import address, event_of, go_to, stepper
 from tests.integration.tabs import CONTRASTS, PHONE, expect, opened
 
 RECORDINGS = Path(__file__).parents[2] / "tutorial/recordings"
-TEXTS_OF = "all => all.map(each => each.textContent)"
+# What the panels show: texts, and of each square the requests that hold its block.
+SHOWN = """() => {
+    const texts = (selector, within = document) => [...within.querySelectorAll(selector)].map(each => each.innerText);
+    const line = document.querySelector('.lines [aria-current]');
+    return {
+        number: line.querySelector('.number').textContent,
+        line: line.textContent,
+        function: texts('.stack li').at(-1),
+        queues: [...document.querySelectorAll('.queues .row')].map(row => texts('.name, .chip', row)),
+        scheduled: texts('.schedule .row .chip'),
+        figures: texts('.requests .row[data-request] .figure'),
+        answers: [...document.querySelectorAll('.answer')].map(answer => answer.textContent),
+        owners: [...document.querySelectorAll('.square')].map(square => square.dataset.request ?? ''),
+        token_ids: texts('.tokens .token_ids'),
+    };
+}"""
 
 
 @cache
@@ -111,32 +126,23 @@ def test_a_moment_shows_what_the_recording_says(name: str, browser: Any, pages: 
     with stepper(browser, url) as tab:
         for event in range(5, len(data["events"]), len(data["events"]) // 12):
             go(tab, name, event)
-            state = states(name)[event]
+            shown, state = tab.evaluate(SHOWN), states(name)[event]
             index, offset, *_ = data["lines"][data["events"][event][0]]
             code = data["functions"][index]
-            assert tab.locator(".lines [aria-current] .number").first.text_content() == str(code["first"] + offset)
-            marked = tab.locator(".lines [aria-current]").evaluate("row => row.textContent")
-            assert marked.endswith(code["lines"][offset].strip())
-            assert tab.locator(".stack li").last.inner_text() == code["name"]
-            for row in tab.locator(".queues .row").all():
-                queue, *ids = row.locator(".name, .chip").all_inner_texts()
+            assert shown["number"] == str(code["first"] + offset)
+            assert shown["line"].endswith(code["lines"][offset].strip())
+            assert shown["function"] == code["name"]
+            for queue, *ids in shown["queues"]:
                 assert ids == state["queues"].get(queue, [])
-            scheduled = tab.locator(".schedule .row .chip").all_inner_texts()
-            assert scheduled == [item["id"] for item in state.get("schedule", {"items": []})["items"]]
-            for request in data["requests"]:
-                row = tab.locator(f".requests .row[data-request='{request['id']}']")
-                served = state["requests"].get(request["id"])
-                figure = f"{served['computed']} of {served['known']}" if served else ""
-                assert row.locator(".figure").inner_text() == figure
-            owners = tab.locator(".square").evaluate_all("all => all.map(each => each.dataset.request ?? '')")
+            assert shown["scheduled"] == [item["id"] for item in state.get("schedule", {"items": []})["items"]]
+            served = [state["requests"].get(request["id"]) for request in data["requests"]]
+            assert shown["figures"] == [f"{one['computed']} of {one['known']}" if one else "" for one in served]
+            assert shown["answers"] == [one["text"] if one else "" for one in served]
             blocks = state["pool"]["blocks"]
             wanted = [" ".join(blocks.get(str(number), [[]])[0]) for number in range(state["pool"]["num_blocks"])]
-            assert owners == wanted
-            answers = tab.locator(".answer").evaluate_all(TEXTS_OF)
-            assert answers == [state["requests"].get(one["id"], {"text": ""})["text"] for one in data["requests"]]
-            ids = tab.locator(".tokens .token_ids").all_inner_texts()
+            assert shown["owners"] == wanted
             batch = state.get("batch", {"token_ids": []})
-            assert [id for id in ids if id != "?"] == [
+            assert [id for id in shown["token_ids"] if id != "?"] == [
                 str(id) for number, id in enumerate(batch["token_ids"]) if number not in batch.get("pending", [])
             ]
 

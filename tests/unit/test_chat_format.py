@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from shared.errors import ConfigError, ModelFolderError, RequestError
 from shared.text.chat import ChatMessage, ToolCall
-from shared.text.chat_format import chat_format
+from shared.text.chat_format import ChatFormat, chat_format
 from shared.text.checkpoint_template import _plain
 from shared.text.template_comparison import KNOWN_TEMPLATES, digest_of
 from shared.text.template_process import TemplateProcess
@@ -174,6 +174,22 @@ def test_the_checkpoints_own_gives_what_transformers_gives(with_template, source
         assert chosen.encode([*DIALOGUE, call], tools=[TOOL]) == theirs.apply_chat_template(
             [*plain, spoken], tools=[TOOL], add_generation_prompt=True, return_dict=False
         )
+
+
+def test_what_needs_a_refused_capability_is_refused():
+    refusals = {"tools": "No tools.", "thinking": "No thoughts."}
+    form = ChatFormat("x", None, refusals=refusals, render=lambda *_, **__: ["text"])
+    calls, result = ChatMessage("assistant", "", (ToolCall("add", "{}"),)), ChatMessage("tool", "1")
+    thoughts = [ChatMessage("assistant", "Yes.", reasoning="hm"), ChatMessage("assistant", "hm</think>Yes.")]
+    for messages, options, told in (
+        *(([HI], {"thinking": thinking}, "No thoughts.") for thinking in (True, False)),
+        *(([HI, thought, MORE], {}, "No thoughts.") for thought in thoughts),
+        *(([HI, message], {}, "No tools.") for message in (calls, result)),
+        ([HI], {"tools": [TOOL]}, "No tools."),
+    ):
+        with pytest.raises(RequestError, match=told):
+            form.parts(messages, **options)
+    assert form.parts([*DIALOGUE, ChatMessage("user", "</think>")]) == ["text"]
 
 
 def test_calls_of_all_turns_have_ids_of_their_own_and_results_those_of_their_calls():

@@ -187,6 +187,7 @@ def test_tools_calls_and_results_as_llama_31_writes_them():
         ("gemma3", None, [HI], "no tools"),
         ("llama3", None, [HI], "no tools"),
         ("llama3", LLAMA_RELEASE_DATE, [HI, CALLS], "2 tool calls; this model's format has one a turn"),
+        ("llama3", LLAMA_RELEASE_DATE, [HI, CALLS, *RESULTS, HELLO, MORE], "2 tool calls; this model's format has one"),
         ("llama3", LLAMA_RELEASE_DATE, [HELLO, HI], "no message of the user"),
     ],
 )

@@ -142,6 +142,18 @@ def test_before_min_tokens_no_stop_string_and_no_id_ends_the_output(tokenizer: T
             assert "".join(output.text for output in answer) == "!" * min_tokens
 
 
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_new_tokens", "limit"), [(1, 4, 4), (96, 5, 4), (96, 4, 4), (99, 50, 1)]
+)
+def test_an_output_ends_with_its_limit_or_that_of_the_sequence(
+    tokenizer: Tokenizer, num_prompt_tokens: int, max_new_tokens: int, limit: int
+) -> None:
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    outputs = OutputStream(Request("a", [1] * num_prompt_tokens, params, 0), tokenizer, 100)
+    reasons = [outputs.push(tokenizer.encode("a")[-1]).finish_reason for _ in range(limit)]
+    assert reasons == [None] * (limit - 1) + [FinishReason.LENGTH]
+
+
 def test_an_end_id_before_min_tokens_ends_a_grammar(tokenizer: Tokenizer) -> None:
     """Nothing may follow a grammar that is complete."""
     word, end = tokenizer.encode("a")[-1], min(tokenizer.eos_ids)

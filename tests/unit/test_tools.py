@@ -13,7 +13,7 @@ from shared.text.thoughts import OPENED, Marks
 from shared.text.tool_format import TOOL_FORMATS
 from shared.text.tools import CallArguments, CallStart, Content, Delta, ToolParser
 
-NAMES = ("weather", "add")
+NAMES = ("weather", "add", "add_all")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 WHOLE = '{"name": "add", "parameters": {}}'
 
@@ -127,6 +127,11 @@ OTHERWISE = ('{"name":"add","parameters":{}}', '{"parameters": {}, "name": "add"
         *(("llama3", text, False, [Content(text)]) for text in OTHERWISE),
         ("llama3", f" \n{WHOLE}", False, added(arguments="{}")),
         ("qwen3", f"a {CALL}", False, [Content("a"), *added()]),
+        ("qwen3", CALL.replace("add", "add_all"), False, [CallStart(0, "add_all"), *added()[1:]]),
+        *(
+            ("qwen3", text, False, [Content(text)])
+            for text in (CALL.replace("add", name) for name in ("ad", "add_", ""))
+        ),
         ("qwen3", f"a {CALL}", True, [Content(f"a {CALL}")]),
         ("qwen3", f"{THOUGHT}\n\n{CALL}\n{CALL}", True, [Content(THOUGHT), *added(0), *added(1)]),
         ("qwen3", f"{THOUGHT}\n\na{CALL}", True, [Content(f"{THOUGHT}\n\na{CALL}")]),

@@ -52,6 +52,9 @@ def test_a_capability_that_is_refused_is_refused_with_its_reason(folder: Path) -
             assert_refused(client.post("/v1/chat/completions", json=chat(**fields)), param, told)
         for fields in ({}, {"tools": []}, {"chat_template_kwargs": {"enable_thinking": None}}):
             assert client.post("/v1/chat/completions", json=chat(**fields)).status_code == 200, fields
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+        assert schemas["TemplateOptions"]["properties"]["enable_thinking"] == {"enum": [None]}
+        assert schemas["ChatRequest"]["properties"]["tools"] == {"enum": [[], None]}
         served.refusals = {"chat": "No chat.", **served.refusals}
         told = "No chat. Without a chat template, use /v1/completions."
         for fields in ({}, {"tools": tools}, *thinking):

@@ -62,9 +62,7 @@ def test_streamed_choices_are_interleaved_and_each_ends_once(path: str, folder: 
     engine, may_step = EchoEngine(folder), threading.Semaphore(1)
     engine.before_step = may_step.acquire
     body = {**(completion if "chat" not in path else chat)("ab"), "n": 3, "stream": True, "max_tokens": 40}
-    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    frames: list[Any] = []
-    order, ended, texts = [], [], ["", "", ""]
+    order, ended = [], []
     with (
         serving(engine) as running,
         running.client() as client,
@@ -72,23 +70,15 @@ def test_streamed_choices_are_interleaved_and_each_ends_once(path: str, folder: 
     ):
         lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
         for line in itertools.takewhile(lambda line: line != "[DONE]", lines):
-            frames.append(json.loads(line))
-            for choice in frames[-1]["choices"]:
-                if text := choice.get("text") or choice.get("delta", {}).get("content"):
-                    texts[choice["index"]] += text
-                    order.append(choice["index"])
-                    if len(order) % 3 == 0:
-                        may_step.release()
-                if choice["finish_reason"] == "length":
-                    ended.append(choice["index"])
+            (choice,) = json.loads(line)["choices"]
+            if choice.get("text") or choice.get("delta", {}).get("content"):
+                order.append(choice["index"])
+                if len(order) % 3 == 0:
+                    may_step.release()
+            if choice["finish_reason"] == "length":
+                ended.append(choice["index"])
     assert order == [0, 1, 2] * 40
     assert ended == [0, 1, 2]
-    assert {len(text) for text in texts} == {40}
-    assert len(set(texts)) == 1
-    so_far = [frame["usage"]["completion_tokens"] for frame in frames]
-    assert so_far == sorted(so_far)
-    assert so_far[-2:] == [120, 120]
-    assert {frame["usage"]["prompt_tokens"] for frame in frames} == {frames[-1]["usage"]["prompt_tokens"]}
 
 
 def test_best_of_equals_n(client: httpx.Client) -> None:

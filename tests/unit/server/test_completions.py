@@ -4,33 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from shared.sampling.params import SamplingParams
-from tests.unit.server.echo import EchoEngine, Running, serving
+from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import chat, completion, events
 
 OPTIONS = {"include_usage": True}
-
-
-@pytest.mark.parametrize(
-    ("accept", "stream", "kind"),
-    [
-        ("*/*", None, "body"),
-        ("application/json", None, "body"),
-        ("text/*", None, "body"),
-        ("text/event-stream", None, "named"),
-        ("application/json;q=0.5, Text/Event-Stream;q=0.9", None, "named"),
-        ("text/event-stream", False, "body"),
-        ("text/event-stream", True, "unnamed"),
-        ("*/*", True, "unnamed"),
-        ("application/json", True, "unnamed"),
-    ],
-)
-def test_stream_and_accept_choose_the_response(accept: str, stream: bool | None, kind: str, echo: Running) -> None:
-    for fields in [{}, {"stream": None}] if stream is None else [{"stream": stream}]:
-        with echo.client(accept) as client:
-            assert kind_of(client.post("/v1/completions", json=completion(**fields))) == kind
 
 
 def test_named_events_can_be_the_answer_to_every_completion(folder: Path) -> None:

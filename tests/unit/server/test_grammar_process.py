@@ -10,6 +10,7 @@ from threading import Event, Thread
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from shared.grammar.answer_graph import CallMode, CallSpelling
@@ -17,7 +18,7 @@ from shared.grammar.calls import CallDescription, CalledFunction
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits, WorkError
 from shared.server.engine import grammar_process
-from shared.server.engine.grammar_process import QUICK, GrammarProcess
+from shared.server.engine.grammar_process import MOST_BYTES, QUICK, GrammarProcess
 from tests.waiting import PATIENCE
 
 EVERY_BYTE = np.ones(256, np.bool_)
@@ -42,6 +43,11 @@ def test_what_comes_back_is_what_would_be_compiled_here(process: GrammarProcess)
         assert np.array_equal(made.automaton.table, here.automaton.table)
     with pytest.raises(GrammarError, match="lookbehind"):
         process.compile(Grammar.regex("(?<=a)b"), EVERY_BYTE)
+    assert process._process is not None
+    child = psutil.Process(process._process.pid)
+    assert child.nice() == min(19, os.nice(0) + 10)
+    if hasattr(psutil, "RLIMIT_DATA"):  # Linux
+        assert child.rlimit(psutil.RLIMIT_DATA) == (MOST_BYTES, MOST_BYTES)
 
 
 def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compiled(process: GrammarProcess) -> None:

@@ -12,6 +12,8 @@ def test_the_page_comes_with_a_policy_and_contacts_no_other_host(client: httpx.C
     page = client.get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'self'" in page.headers["content-security-policy"]
+    names = ("x-content-type-options", "referrer-policy", "cache-control")
+    assert [page.headers[name] for name in names] == ["nosniff", "no-referrer", "no-cache"]
     assert '="/' not in page.text, "links are relative, so that a proxy may serve the page below a path"
     parts = [word.split('"')[0] for word in page.text.split('="page/')[1:]]
     assert {part.rpartition(".")[2] for part in parts} >= {"css", "js", "svg"}

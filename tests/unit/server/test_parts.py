@@ -2,10 +2,12 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import logging
 import resource
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
+from shared.cli.serve import model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
@@ -24,13 +27,13 @@ from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.answers.logprobs import Scored, completion_logprobs
 from shared.server.engine.client import EngineClient
-from shared.server.engine.loop import Idle, NewRequest, Stepped
+from shared.server.engine.loop import Abort, Idle, NewRequest, Stepped
 from shared.server.errors import ApiError
 from shared.server.http.event_stream import EventStreamResponse
 from shared.server.http.middleware import RequestRecord, _log_request
 from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
-from shared.server.process import bind, is_exposed
+from shared.server.process import address_of, bind, is_exposed
 from shared.server.routes.completions import CompletionFrames
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
@@ -42,19 +45,17 @@ from tests.unit.server.exchange import events
     {
         "model_name": ["", "a\nb"],
         "api_key": ["", "two words", "schlüssel"],
-        "max_body_bytes": [0, -1],
-        "max_connections": [0],
-        "head_timeout": [0],
-        "max_unread_bytes": [0],
+        **{f"max_{name}": [0, -1] for name in ("tokens", "chat_tokens", "connections", "unread_bytes")},
+        **{f"max_{name}_bytes": [0, -1] for name in ("body", "head", "url")},
+        **{name: [0] for name in ("body_timeout", "head_timeout", "send_timeout", "keep_alive")},
         "grace": [0, -1, float("inf"), float("nan")],
-        "send_timeout": [0],
         "retry_after": [0],
     }.items(),
 )
 def test_settings_that_make_no_sense_are_refused(name: str, values: list[Any]) -> None:
     config = ServerConfig(model_name="m")
     for value in values:
-        with pytest.raises(ConfigError, match="API key" if name == "api_key" else name.partition("_")[0]):
+        with pytest.raises(ConfigError, match={"api_key": "API key", "model_name": "model's name"}.get(name, name)):
             dataclasses.replace(config, **{name: value})
 
 
@@ -207,20 +208,26 @@ def test_what_waits_unread_is_bounded_by_what_it_becomes(text: str, logprobs: To
     asyncio.run(run())
 
 
-def make_client() -> tuple[EngineClient, list[Any]]:
+def make_client(**settings: Any) -> tuple[EngineClient, list[Any]]:
     """Of an engine that does nothing, and the commands that it was sent."""
     sent: list[Any] = []
     limits = {"max_seq_len": 20, "request_capacity": 20, "model_config": SimpleNamespace(vocab_size=9)}
     config = SimpleNamespace(max_waiting_requests=4)
     facts = SimpleNamespace(**limits, config=config, load=EngineLoad(0, 0, 0.0, 0))
     handle: Any = SimpleNamespace(facts=facts, send=sent.append, is_alive=True)
-    return EngineClient(handle, ServerMetrics("m"), ServerConfig("m")), sent
+    return EngineClient(handle, ServerMetrics("m"), ServerConfig("m", **settings)), sent
 
 
 def test_requests_wait_from_when_they_are_submitted() -> None:
     """Before the engine has seen them; so no more are sent to it than may wait."""
     client, sent = make_client()
     requests = [NewRequest(str(n), [1], SamplingParams(max_new_tokens=1)) for n in range(5)]
+    for prompt_ids in ([9], [], [1] * 20):
+        with pytest.raises(ApiError):
+            client.submit(
+                "z", [requests[0], dataclasses.replace(requests[1], prompt_ids=prompt_ids)], n=1, param="prompt"
+            )
+    assert (sent, client.load.num_waiting, client.num_open_requests) == ([], 0, 0), "all are checked before any is sent"
     client.submit("a", requests[:3], n=3, param="prompt")
     with pytest.raises(ApiError, match="3 requests wait"):
         client.submit("b", requests[3:], n=2, param="prompt")
@@ -279,6 +286,15 @@ def test_the_times_of_an_answer_are_those_of_its_steps(caplog: pytest.LogCapture
     assert (fields["completion_tokens"], fields["prompt_tokens"], fields["error"]) == (5, 2, "engine_error")
 
 
+def test_what_is_asked_again_and_again_is_logged_only_if_it_fails(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "infer"):
+        for handler, status in itertools.product(
+            ("health", "metrics", "page", "memory", "debug", "chunks"), (200, 503)
+        ):
+            _log_request({"method": "GET"}, RequestRecord("r", "/", status), handler, 1.0)
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO] * 4 + [logging.INFO] * 4
+
+
 def test_tokens_that_precede_a_failure_are_sent_and_a_part_is_sent_once() -> None:
     """Also if the failure is known before the response begins; the time of each part counts for its silence."""
     sent: list[Any] = []
@@ -311,6 +327,20 @@ def test_tokens_that_precede_a_failure_are_sent_and_a_part_is_sent_once() -> Non
     assert not body["more_body"]
 
 
+def test_an_answer_that_is_not_read_ends_once() -> None:
+    client, sent = make_client(max_unread_bytes=100)
+    answer = client.submit("a", [NewRequest("0", [1], SamplingParams(max_new_tokens=4))], n=1, param="prompt")
+
+    async def run() -> None:
+        client._deliver(Stepped(1.0, 2.0, [StepOutput("0", 1, "x")], ("0",), 0))
+
+    asyncio.run(run())
+    assert answer.error is not None
+    assert (answer.error.code, sent[1:], client.num_open_requests) == ("slow_reader", [Abort("0")], 0)
+    ended = 'infer:request_success_total{finished_reason="abort",model_name="m"} 1.0'
+    assert ended in client._metrics.exposition().decode()
+
+
 def test_of_tokens_with_one_name_the_likeliest_is_shown() -> None:
     names: Any = SimpleNamespace(token_bytes=lambda token_id: b"a")
     logprobs = TokenLogprobs(-0.5, ((1, -0.5), (2, -1.0)))
@@ -332,6 +362,11 @@ def test_a_refused_request_ends_once_and_there_is_nothing_to_abandon() -> None:
     assert stream.error is not None
     assert (stream.error.code, stream.cause, stream.finish_reason) == ("queue_full", None, FinishReason.ERROR)
     assert abandoned == []
+    stream, abandoned = make_stream()
+    stream.fail(ApiError(500, "internal_error", "A bug."))
+    stream.refuse(ApiError(503, "queue_full", "Full."))
+    assert (stream.error and stream.error.code, stream.cause) == ("internal_error", "internal_error")
+    assert abandoned == ["id"], "the engine has it still"
 
 
 def test_metrics_take_only_labels_of_small_sets() -> None:
@@ -379,6 +414,17 @@ def test_an_address_that_cannot_be_bound_is_refused() -> None:
 def test_an_address_beyond_this_machine_is_exposed(host: str, expected: bool) -> None:
     with bind(host, 0) as bound:
         assert is_exposed(bound) is expected
+        assert address_of(bound) == "http://{}:{}".format(*bound.getsockname())
+    ipv6: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
+    assert (address_of(ipv6), is_exposed(ipv6)) == ("http://[::1]:80", False)
+
+
+def test_a_folder_is_served_by_its_own_name_however_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, name in ((".", tmp_path.name), ("..", tmp_path.parent.name), ("org/model", "org/model")):
+        assert model_name(folder) == name
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,15 @@ def test_an_answer_whose_prompt_has_opened_the_thoughts(family: str, servers: di
     assert engine.params[-1].min_thinking_tokens == 0
 
 
+def test_each_choice_has_calls_of_its_own(servers: dict[str, Running]) -> None:
+    calls: list[list[Any]] = [[], []]
+    for chunk in ask(servers["qwen3"], f"{CALL}\n{SECOND}", stream=True, n=2):
+        (choice,) = chunk.choices
+        started = [call for call in choice.delta.tool_calls or [] if call.function.name is not None]
+        calls[choice.index] += [(call.index, call.function.name) for call in started]
+    assert calls == [[(0, "weather"), (1, "time")]] * 2
+
+
 def check_answer(
     running: Running, script: str, content: str | None, calls: list[tuple[str, str]], **fields: Any
 ) -> None:
