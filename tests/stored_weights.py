@@ -1,4 +1,4 @@
-"""Random quantized matrices, stored one number at a time as each format's publication says, and what they mean.
+"""Random quantized matrices, stored as each format's publication says, and what they mean.
 
 Nothing here is shared with the readers: packing is a loop over the numbers of an int32, and the weight of (n, k) is
 found by indices.

@@ -125,7 +125,9 @@ def test_tokens_are_those_of_the_weights_that_are_meant(
     small, plain = write(folders[family], tmp_path, kind)
     engine = Engine(EngineConfig(model=str(small), **SETTINGS))
     assert sum(type(module).__name__ == "FusedQuantizedProjection" for module in engine.model.modules()) == 2 * 4
-    assert list(map(tokens, outputs(Engine, small))) == list(map(tokens, outputs(Plain, plain)))
+    meant = list(map(tokens, outputs(Plain, plain)))
+    assert list(map(tokens, outputs(Engine, small))) == meant
+    assert list(map(tokens, outputs(Plain, folders[family]))) != meant, "the blocks decide"
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "int8 rows"), ("qwen3", "int4 packed")])
@@ -134,7 +136,8 @@ def test_tokens_of_integers_are_the_likeliest_of_the_weights_that_are_meant(
 ) -> None:
     """A CPU rounds activations to bf16 for INT8 and INT4, so a token may differ where two logits are close.
 
-    Not for Gemma, which with random weights repeats its last token whatever the blocks compute.
+    Not for Gemma, which with random weights repeats its last token whatever the blocks compute; nor for AWQ, whose
+    random zeros make the weights so large that rounding decides more.
     """
     small, plain = write(folders[family], tmp_path, kind)
     engine = Engine(EngineConfig(model=str(small), **SETTINGS))

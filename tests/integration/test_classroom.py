@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from shared.cli import app
 from shared.errors import ConfigError
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from tutorial.screens import later
 from tutorial.workshop import chart, grading, preparation
 from tutorial.workshop.exercises import Exercise, exercises, find_exercise, reference
@@ -297,6 +297,7 @@ def test_a_finished_phase_is_shown_on_the_learner_s_lines(
     later.say_reward(workspace, "06.1")
     assert "infer model pull smollm2-135m, then infer workshop chart" in capsys.readouterr().out
     monkeypatch.setattr(later, "EngineConfig", SimpleNamespace(model=str(tiny_checkpoints["llama"])))
+    monkeypatch.setattr(chart, "MOST_SECONDS", PATIENCE)
     later.say_reward(workspace, "06.1")
     told = capsys.readouterr().out
     assert "06.1 Plan–run attention" in told
@@ -314,9 +315,13 @@ def test_a_chart_without_a_finished_phase_says_where_to_begin(tmp_path: Path, mo
 
 
 def test_code_that_raises_ends_the_measurement_with_a_word_about_it(
-    tmp_path: Path, tiny_checkpoints: dict[str, Path], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tiny_checkpoints: dict[str, Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A phase before the first row shows an answer."""
+    monkeypatch.setattr(chart, "MOST_SECONDS", PATIENCE)
     workspace = Workspace(tmp_path / "workspace")
     theirs = [exercise for exercise in exercises() if exercise.phase == "02"]
     start_solved(workspace, theirs)

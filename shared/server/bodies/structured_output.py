@@ -48,12 +48,19 @@ _KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice"}
 _JSON = {"anyOf": [_SCHEMA, _TEXT]}
 _CLOSED = "disable_additional_properties"
 _OPTIONS = {_CLOSED: nullable({"type": "boolean"})}
+_GIVEN: dict[str, dict[str, Any]] = {
+    "json": _JSON,
+    "regex": _TEXT,
+    "choice": _CHOICE,
+    "json_object": {"const": True},
+}
+"""One of these is given; the others may be null."""
 STRUCTURED_OUTPUTS_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "null"},
         *(
-            closed([name], **{name: kind}, **_OPTIONS)
-            for name, kind in {"json": _JSON, "regex": _TEXT, "choice": _CHOICE, "json_object": {"const": True}}.items()
+            closed([name], **{each: {"type": "null"} for each in _GIVEN} | {name: kind} | _OPTIONS)
+            for name, kind in _GIVEN.items()
         ),
     ]
 }
@@ -102,7 +109,10 @@ def _of_response_format(value: Any, is_closed: bool) -> Iterator[tuple[Grammar, 
         yield Grammar.json_object(), param
     elif kind == "json_schema":
         if not isinstance(rest["schema"], dict | bool):
-            raise invalid(f"{param}.schema is {short(rest['schema'])}; it must be an object.", param=f"{param}.schema")
+            raise invalid(
+                f"{param}.schema is {short(rest['schema'])}; it must be an object or a boolean.",
+                param=f"{param}.schema",
+            )
         yield _made("json_schema", rest["schema"], f"{param}.schema", is_closed), f"{param}.schema"
     elif kind == "regex":
         yield _made("regex", rest["pattern"], f"{param}.pattern"), f"{param}.pattern"
@@ -134,7 +144,7 @@ def _fields(param: str, value: Any, needed: set[str], known: set[str]) -> dict[s
         raise invalid(f"{param} is {short(value)}; it must be an object.", param=param)
     for name in needed - value.keys():
         raise invalid(f"{param}.{name} is missing.", param=f"{param}.{name}")
-    for name in value.keys() - known:
+    for name in (name for name in value if name not in known):
         raise invalid(f"The field {param}.{name} is unknown.", param=f"{param}.{name}")
     for name, (kind, said) in _LABELS.items():
         if value.get(name) is not None and not isinstance(value[name], kind):

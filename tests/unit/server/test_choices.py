@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from shared.errors import QueueFullError
+from shared.server.answers.intake import derived_seed
 from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
 from tests.waiting import PATIENCE, wait_until
@@ -86,6 +87,14 @@ def test_best_of_equals_n(client: httpx.Client) -> None:
         assert len(whole(client, n=n, best_of=best_of)["choices"]) == (n or 1)
     for n, best_of in ((2, 1), (None, 2), (2, 3), (1, 0)):
         assert_refused(client.post("/v1/completions", json=completion(n=n, best_of=best_of)), "best_of")
+
+
+def test_seeds_are_derived_and_the_first_is_kept() -> None:
+    """Also of adjacent seeds all are different."""
+    seeds = [derived_seed(seed, index) for seed in (5, 6) for index in range(3)]
+    assert (seeds[0], seeds[3], derived_seed(None, 1)) == (5, 6, None)
+    assert len(set(seeds)) == 6
+    assert all(0 <= seed < 2**64 for seed in seeds if seed is not None)
 
 
 def test_choices_are_admitted_together_or_refused_together(folder: Path) -> None:

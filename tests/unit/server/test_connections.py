@@ -191,9 +191,10 @@ def test_a_request_that_follows_another_at_once_has_all_its_time(folder: Path) -
         (protocol,) = running.server.server_state.connections
         assert protocol._head_timer is None
         engine.may_step.set()
-        answer = connection.recv(2**16)
+        answer = b""
         while not answer.endswith(b"}}"):
-            answer += connection.recv(2**16)
+            answer += (received := connection.recv(2**16))
+            assert received, "the connection was closed"
         assert answer.count(b"HTTP/1.1 200 ") == 2
         wait_until(lambda: protocol._head_timer is not None)
 

@@ -5,10 +5,10 @@ counted and logged, and what is left behind. All of it follows from the body and
 import codecs
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +24,7 @@ from tests.waiting import wait_until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FAILURE = {"message": "The request was poisoned.", "type": "server_error", "param": None, "code": "engine_error"}
+CREATED = 1_700_000_000
 EOT = "<|eot_id|>"  # a special token of the model, and an end of its answers
 
 
@@ -281,7 +282,9 @@ def counts_of(case: Case) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def observed(folder: Path) -> Iterator[Observed]:
-    with serving(EchoEngine(folder)) as running:
+    with pytest.MonkeyPatch.context() as patch, serving(EchoEngine(folder)) as running:
+        for route in ("chat", "completions"):
+            patch.setattr(f"shared.server.routes.{route}.time", SimpleNamespace(time=lambda: CREATED + 0.9))
         found = Observed(running)
         handler = logging.Handler()
         handler.emit = lambda record: found.lines.append(getattr(record, "fields", {}))  # type: ignore[method-assign]
@@ -352,21 +355,20 @@ def check(path: str, body: dict[str, Any], accept: str, observed: Observed) -> N
     engine = observed.running.engine
     observed.given.clear()
     observed.lines.clear()
-    before, counts = int(time.time()), observed.counted()
+    counts = observed.counted()
     response = observed.client.post(path, json={"model": "echo", **body}, headers={"accept": accept})
     assert response.status_code == case.status, response.text
-    created = range(before, int(time.time()) + 1)
     if case.status == 500:
         assert response.headers["content-type"] == "application/json"
         assert response.json() == {"error": FAILURE}
     elif case.is_streaming:
         kind, cached, buffered = (response.headers[n] for n in ("content-type", "cache-control", "x-accel-buffering"))
         assert (kind, cached, buffered) == ("text/event-stream; charset=utf-8", "no-cache", "no")
-        check_stream(case, events(response.text), created)
+        check_stream(case, events(response.text))
     else:
         assert response.headers["content-type"] == "application/json"
         whole = response.json()
-        check_head(whole, created, "chat.completion" if case.is_chat else "text_completion")
+        check_head(whole, "chat.completion" if case.is_chat else "text_completion")
         assert whole == case.whole()
 
     ids = [request_id for _, _, request_id in observed.given]
@@ -406,17 +408,17 @@ def check(path: str, body: dict[str, Any], accept: str, observed: Observed) -> N
     assert line["finish_reason"] == ("eos" if is_eos else expected)
 
 
-def check_head(chunk: dict[str, Any], created: range, kind: str) -> str:
+def check_head(chunk: dict[str, Any], kind: str) -> str:
     """Takes the fields that are the same in every chunk; returns the id."""
     assert (chunk.pop("object"), chunk.pop("model")) == (kind, "echo")
-    assert chunk.pop("created") in created
+    assert chunk.pop("created") == CREATED
     return str(chunk.pop("id"))
 
 
-def check_stream(case: Case, found: list[tuple[str | None, Any]], created: range) -> None:
+def check_stream(case: Case, found: list[tuple[str | None, Any]]) -> None:
     chunks = [data for _, data in found if data != "[DONE]" and "error" not in data]
     kind = "chat.completion.chunk" if case.is_chat else "text_completion"
-    assert len({check_head(chunk, created, kind) for chunk in chunks}) == 1
+    assert len({check_head(chunk, kind) for chunk in chunks}) == 1
     num_tail = len(case.tail())
     own, tail = found[: len(found) - num_tail], found[len(found) - num_tail :]
     assert tail == case.tail()
