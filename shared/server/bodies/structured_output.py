@@ -102,7 +102,11 @@ def _of_response_format(value: Any, is_closed: bool) -> Iterator[tuple[Grammar, 
     rest = {name: field for name, field in value.items() if name != "type"}
     if kind == "json_schema" and rest.keys() == {"json_schema"}:
         param, rest = f"{param}.json_schema", rest["json_schema"]
-        rest = _fields(param, rest, {"schema"}, {"schema", "name", "description", "strict"})
+        rest = _fields(param, rest, {"schema"}, {"schema", *_LABELS})
+        for name, (kind_of_label, said) in _LABELS.items():
+            label = rest.get(name)
+            if label is not None and not isinstance(label, kind_of_label):
+                raise invalid(f"{param}.{name} is {short(label)}; it must be {said}.", param=f"{param}.{name}")
     else:
         rest = _fields(param, rest, _FORMATS[kind], _FORMATS[kind])
     if kind == "json_object":
@@ -146,9 +150,6 @@ def _fields(param: str, value: Any, needed: set[str], known: set[str]) -> dict[s
         raise invalid(f"{param}.{name} is missing.", param=f"{param}.{name}")
     for name in (name for name in value if name not in known):
         raise invalid(f"The field {param}.{name} is unknown.", param=f"{param}.{name}")
-    for name, (kind, said) in _LABELS.items():
-        if value.get(name) is not None and not isinstance(value[name], kind):
-            raise invalid(f"{param}.{name} is {short(value[name])}; it must be {said}.", param=f"{param}.{name}")
     return value
 
 
