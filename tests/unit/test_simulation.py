@@ -208,6 +208,9 @@ def test_routers_know_the_loads_of_the_last_report() -> None:
     fleet = Fleet(FleetPlan(2, "two-choices", report_seconds=1.0), TIMES, EngineLimits())
     fleet._arrive(Request(0.0, 8, 500, ()))
     assert (sorted(fleet.loads.values()), fleet.seen) == ([0, 1], {0: 0, 1: 0})
+    fleet.old = [name for name, load in fleet.loads.items() if load == 0]
+    fleet._drain_next(0.5)
+    assert (list(fleet.loads.values()), list(fleet.seen.values())) == ([1], [0]), "a replica that drains is no report"
     assert list(fleet._until(1.0)) == []
     assert fleet.seen == fleet.loads
 
@@ -217,6 +220,11 @@ def test_a_turn_that_would_not_fit_begins_another_conversation() -> None:
     found = list(conversations(arrival_times("steady", 20.0, 10.0, 0), options, 0))
     assert max(request.prompt_tokens + request.new_tokens for request in found) <= 200
     assert max(request.prompt_tokens for request in found) > 100, "conversations have several turns"
+    turns: dict[int, list[Request]] = {}
+    for request in found:
+        turns.setdefault(request.blocks[1], []).append(request)  # the first block after the system prompt's
+    for before, after in (pair for each in turns.values() for pair in pairwise(each)):
+        assert before.prompt_tokens + before.new_tokens < after.prompt_tokens, "another conversation has its blocks"
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
