@@ -40,8 +40,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nothing": ({"type": "string", "enum": [1]}, "accepts nothing"),
     "no characters": ({"type": "string", "pattern": "^$", "minLength": 1}, "accepts nothing"),
     "no keys": ({"type": "object", "required": ["a"], "properties": {"a": False}}, "accepts nothing"),
+    "more keys than the most": (
+        {"type": "object", "required": ["a"], "minProperties": 3, "maxProperties": 2},
+        "accepts nothing",
+    ),
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
     "no multiple": ({"multipleOf": 0.3, "minimum": 0.31, "maximum": 0.59, "type": "number"}, "accepts nothing"),
+    "another key, of few": (
+        {"maxProperties": 1, "not": {"properties": {"a": True}, "additionalProperties": False}, "type": "object"},
+        "#/not/additionalProperties",
+    ),
     "not keys, of few": (
         {"maxProperties": 3, "not": {"patternProperties": {"a": {"type": "null"}}}},
         "#/not/patternProperties",
