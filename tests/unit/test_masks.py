@@ -23,6 +23,7 @@ from shared.grammar.automata.automaton import (
     Automaton,
     Configuration,
 )
+from shared.grammar.automata.plain import Loops
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from shared.grammar.patterns.regex import automaton_of, compile_regex
@@ -224,6 +225,17 @@ def in_a_character(counts_last: bool) -> Automaton:
     size = len(table.rows)
     depths = np.array([0] + [2] * (size - 1), np.int32)
     return Automaton(np.arange(256, dtype=np.uint8), np.array(table.rows, np.int32), np.zeros(size, np.bool_), depths)
+
+
+def test_a_state_is_free_only_if_all_plain_characters_lead_back_alike() -> None:
+    automaton = in_a_character(counts_last=False)
+    usable = np.ones(256, np.bool_)
+    assert Loops(automaton, usable).is_free(0)
+    table = automaton.table
+    for state, byte in np.argwhere(table != REFUSED).tolist():
+        changed = table.copy()
+        changed[state, byte] ^= Action.GOTO ^ Action.COUNT  # it counts, or no longer does
+        assert not Loops(replace(automaton, table=changed), usable).is_free(0), (state, byte)
 
 
 @pytest.mark.usefixtures("thresholds")

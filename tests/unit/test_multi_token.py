@@ -1,6 +1,8 @@
 """Guesses of a model about itself: masks, positions, the group that counts, and what a step leaves behind."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from shared.engine.sampling.sampler import SampledTokens, SamplerOutput
 from shared.loading.config_json import read_config
 from shared.ops.attention import naive_attention
 from shared.sampling.params import SamplingParams
-from shared.tracks.multi_token.attention import MaskTokenOperations
+from shared.tracks.multi_token.attention import MaskTokenAttention, MaskTokenOperations
 from shared.tracks.multi_token.batch import MultiTokenBatch
 from shared.tracks.multi_token.drafter import Ahead, _chosen, group_of_next
 from shared.tracks.multi_token.lora import FIRST_MASK
@@ -275,6 +277,12 @@ def test_a_view_opens_the_gates_of_masks_and_each_sequence_has_a_mask_of_its_own
     tokens = view.load(batch).tokens
     assert tokens.gate is not None
     assert tokens.gate.tolist() == (tokens.ids >= FIRST_MASK).tolist()
+    planned: Any = SimpleNamespace(lay_out=None, attend=None, arrays=lambda *_: {})
+    padding: Any = SimpleNamespace(bucket_of=lambda _: None)
+    layout: Any = SimpleNamespace(num_decoding=1)
+    sent = MaskTokenAttention(planned, padding).arrays(batch, layout)
+    assert sent["gate"].tolist() == tokens.gate.bool().tolist()
+    assert sent["num_masks"].tolist() == [num_masks, 0], "of the sequences after those that decode one token"
     heads = torch.randn(len(tokens.ids), Hq + 2 * Hkv, config.head_dim, generator=generator)
     q, k, v = heads.split((Hq, Hkv, Hkv), 1)
     view.write(0, q, k, v, tokens.positions, lambda q, k, positions: (q, k))
