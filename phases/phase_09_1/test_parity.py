@@ -1,6 +1,7 @@
 """Phase 9.1: segments equal a block-diagonal prefill with full attention after it; without segments it is phase 9."""
 
 import random
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.sampling.params import SamplingParams
 from tests.block_diagonal import reference_logits
-from tests.comparison import assert_close
+from tests.comparison import assert_close, assert_equal
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, seen, serve
 
 ROOM: dict[str, Any] = {"max_seq_len": 256, "max_batch_size": 4}
@@ -30,6 +31,14 @@ SEGMENTS = [
     [(3 * n) % 250 for n in range(50)],
 ]
 QUESTION = [11, 12, 13, 14, 200, 201, 7]
+
+
+@pytest.fixture(autouse=True)
+def every_forward_succeeds(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """One that raises is repeated for each request alone, so its answers do not tell."""
+    yield
+    warnings = [record.getMessage() for record in caplog.get_records("call") if record.name == "infer.engine"]
+    assert_equal([warning for warning in warnings if "raised" in warning], [], "forwards that raised")
 
 
 def make(folder: Path, phase: Any = Engine, **config: Any) -> Any:
@@ -91,9 +100,10 @@ def test_segments_are_a_block_diagonal_prefill_and_full_attention_after_it(model
         assert len(engine.segments.resident) == 4, "each is computed once"
 
 
-@pytest.mark.parametrize("rotation", ["keys", "unrotated keys"])
+@pytest.mark.parametrize("rotation", ["queries", "keys", "unrotated keys"])
 def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Path, rotation: str) -> None:
-    """At several offsets of one segment, also in another request, in a step with a request without segments."""
+    """At several offsets of one segment, also in another request, in a step with a request without segments; and so do
+    the queries, which are rotated otherwise."""
     engine, model = make(model_folder), load_model(model_folder)
     engine.view.rotation = rotation
     for others in ((), (1, 3)):

@@ -17,7 +17,7 @@ from shared.simulation.blocks import SimulatedBlocks
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits, Replica
 from shared.simulation.results import serve
-from shared.simulation.routing import ROUTERS, ByPrefix, RoundRobin, TwoChoices
+from shared.simulation.routing import ROUTERS, ByPrefix, LeastBusy, RoundRobin, TwoChoices
 from shared.simulation.step_times import StepTimes
 
 TIMES = StepTimes(step=0.01, prefill_step=0.002, prefill_token=1e-4, prefill_key=1e-7, decode_row=1e-3, decode_key=1e-6)
@@ -161,6 +161,7 @@ def test_many_steps_take_what_they_take_one_by_one(rows: int, keys: int, steps: 
     for num in (1, steps // 2, steps):
         if num:
             assert TIMES.steps_within(sum(one_by_one[:num]) * (1 - 1e-9), rows, keys, steps) == num
+            assert StepTimes(1.0, 0, 0, 0, 0, 0).steps_within(num, rows, keys, steps) == num, "exactly so long"
 
 
 @given(st.integers(1, 300), st.integers(0, 300), st.data())
@@ -282,6 +283,10 @@ def test_routers_choose_by_loads_and_turns() -> None:
     turns = RoundRobin(random.Random(0), BLOCK, 10)
     assert [turns.choose(request, [3, 4, 5], loads) for _ in range(4)] == [3, 4, 5, 3]
     assert [turns.choose(request, [4, 5], {4: 0, 5: 1}) for _ in range(3)] == [4, 5, 4], "3 is gone"
+    ties = LeastBusy(random.Random(0), BLOCK, 10)
+    for replica, load in (loads | {6: 0}).items():
+        ties.report(replica, load)
+    assert {ties.choose(request, [3, 4, 5, 6], loads | {6: 0}) for _ in range(20)} == {4, 6}
     pairs = TwoChoices(random.Random(0), BLOCK, 10)
     assert {pairs.choose(request, [3, 4], loads) for _ in range(9)} == {4}
     by_prefix = ByPrefix(random.Random(0), BLOCK, 10)
