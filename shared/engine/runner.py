@@ -153,7 +153,8 @@ class Runner:
         prompts."""
         inputs = self.view.load(batch)
         self.ranks.begin(batch, self.last_ids.tensor)
-        hidden, logits = self.executor(batch, inputs)
+        needs_hidden = bool(self.observers) or batch.prompt_rows is not None
+        hidden, logits = self.executor(batch, inputs, needs_hidden)
         for observer in self.observers:
             observer.computed(batch, hidden)
         logits = self.ranks.logits(batch, logits)

@@ -5,7 +5,7 @@ has no other information about the step; only the KV view knows which token belo
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -21,6 +21,12 @@ class Tokens:
     ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     gate: torch.Tensor | None = None  # [T]
+
+    def at(self, rows: torch.Tensor | None) -> Self:
+        """The tokens in ``rows``, int64 ``[n]``; None: all."""
+        if rows is None:
+            return self
+        return type(self)(self.ids[rows], self.positions[rows], None if self.gate is None else self.gate[rows])
 
 
 class QueryKeyTransform(Protocol):

@@ -145,10 +145,11 @@ class Part(Successor):
         super().__init__()
         self.ranks, self.part = ranks, Shard(ranks.rank, ranks.size).part(VOCABULARY)
 
-    def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
+    def __call__(self, tokens: Tokens, kv: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
         self.seen.append(tokens.ids.tolist())
         own = tokens.ids * ((tokens.ids >= self.part.start) & (tokens.ids < self.part.stop))
-        return self.ranks.all_sum(own.float()).long()
+        ids = self.ranks.all_sum(own.float()).long()
+        return ids if rows is None else ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden)[:, self.part.start : self.part.stop]
