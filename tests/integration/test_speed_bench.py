@@ -325,11 +325,8 @@ def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_p
     assert [*results["first_token"]] == ["8", "16"], "a length that the model does not hold is left out"
     assert [*results["decoding"]] == ["1", "3"]
     assert {name: row["tokens_of_a_chunk"] for name, row in results["beside"].items()} == {"by default": 32, "8": 8}
-    shape = parse_config(SHAPES["tiny-llama"], "tiny-llama")
-    H, L = shape.hidden_size, shape.num_layers
-    weights = L * H * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size)
-    causal = 4 * shape.num_heads * shape.head_dim * L * sum(range(1, 9))
-    floor = (2 * 8 * weights + 2 * shape.vocab_size * H + causal) / CEILINGS.matmul_flops_per_second
+    work = DecodeWork(parse_config(SHAPES["tiny-llama"], "tiny-llama"), torch.float32)
+    floor = work.prompt_flops(8) / CEILINGS.matmul_flops_per_second
     assert results["first_token"]["8"]["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
     paths = write_report(report, tmp_path, view=prompts.view(report))
     assert "16" in paths[1].read_text(encoding="utf-8")
