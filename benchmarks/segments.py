@@ -37,7 +37,7 @@ ANSWER_LENGTH = 128  # tokens of a document
 
 
 class LastHidden(Observer):
-    """Keeps the hidden states of the last forward's tokens."""
+    """Keeps the hidden states of the last forward's tokens, until the next forward."""
 
     def begin(self) -> None:
         pass
@@ -58,10 +58,7 @@ def make_engines(setup: Setup, num_tokens: int) -> dict[str, Any]:
         prefill_chunk_size=num_tokens,
         use_prefix_caching=False,
     )
-    engines = {phase: find_lesson(phase).engine(config) for phase in ("09", "09.1")}
-    for engine in engines.values():
-        engine.runner.observers = [LastHidden()]
-    return engines
+    return {phase: find_lesson(phase).engine(config) for phase in ("09", "09.1")}
 
 
 def documents(tokenizer: Any, count: int, length: int) -> list[list[int]]:
@@ -112,6 +109,8 @@ def distances(
     distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
     """
     plain, reusing = engines["09"], engines["09.1"]
+    for engine in engines.values():
+        engine.runner.observers = [LastHidden()]
     texts: dict[float | None, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in fractions}
     seconds: dict[float | None, list[float]] = {fraction: [] for fraction in fractions}
     for last in range(0, 16, 4):

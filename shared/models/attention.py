@@ -67,12 +67,13 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """``residual + attention(norm(x))``: ``[T, H]`` to ``[T, H]``; both may be absent, the residual overwritten.
 
-        rows, int64 ``[n]``: the tokens whose outputs are needed, ``[n, H]``, with the residual of these; None: all.
+        Args:
+            rows: int64 ``[n]``, the tokens whose outputs are needed; the result and ``residual`` are then ``[n, H]``.
         """
         q, k, v = self.qkv.heads(x, self.head_dim, norm, tokens.gate)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)
-        out = out.flatten(1)
-        return self.o_proj(out if rows is None else out[rows], residual=residual, gate=tokens.at(rows).gate)
+        out = out.flatten(1) if rows is None else out.flatten(1)[rows]
+        return self.o_proj(out, residual=residual, gate=tokens.with_gates_of(rows).gate)
 
     __call__ = forward  # skips nn.Module's hooks, which cost as much as an operation

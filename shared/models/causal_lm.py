@@ -58,8 +58,8 @@ class CausalLM(nn.Module):
     def forward(self, tokens: Tokens, kv: KVView, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of the step's tokens before the final norm, ``[T, H]``, or ``[n, H]`` of the tokens in rows.
 
-        No layer reads what the last one computes, so after its attention only these tokens go on (phase 4). The idea
-        is llama.cpp's.
+        No layer reads what the last one computes, so after its attention only these tokens are computed (phase 4).
+        The idea is llama.cpp's.
 
         Args:
             rows: int64 ``[n]``, at least one; None: all.

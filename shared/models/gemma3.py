@@ -49,4 +49,4 @@ class Gemma3Block(nn.Module):
         y = self.attention(x, tokens, kv, rows, norm=self.attention_norm)
         x = x if rows is None else x[rows]
         h, x = self.mlp_norm.after(self.post_attention_norm, y, residual=x)  # x + post_attention_norm(y), and its norm
-        return self.post_mlp_norm(self.mlp(h, tokens.at(rows)), residual=x)
+        return self.post_mlp_norm(self.mlp(h, tokens.with_gates_of(rows)), residual=x)

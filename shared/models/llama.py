@@ -39,4 +39,4 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView, rows: torch.Tensor | None = None) -> torch.Tensor:
         x = self.attention(x, tokens, kv, rows, norm=self.attention_norm, residual=x if rows is None else x[rows])
-        return self.mlp(x, tokens.at(rows), norm=self.mlp_norm, residual=x)
+        return self.mlp(x, tokens.with_gates_of(rows), norm=self.mlp_norm, residual=x)

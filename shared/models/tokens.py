@@ -4,7 +4,7 @@ A step is a ragged batch: the new tokens of all its sequences laid end to end, w
 has no other information about the step; only the KV view knows which token belongs to which sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -22,11 +22,10 @@ class Tokens:
     positions: torch.Tensor  # int64 [T]
     gate: torch.Tensor | None = None  # [T]
 
-    def at(self, rows: torch.Tensor | None) -> Self:
-        """The tokens in ``rows``, int64 ``[n]``; None: all."""
-        if rows is None:
-            return self
-        return type(self)(self.ids[rows], self.positions[rows], None if self.gate is None else self.gate[rows])
+    def with_gates_of(self, rows: torch.Tensor | None) -> Self:
+        """The tokens with the gates of those in ``rows``, int64 ``[n]``; None: of all. After attention, layers read
+        nothing else of them."""
+        return self if rows is None or self.gate is None else replace(self, gate=self.gate[rows])
 
 
 class QueryKeyTransform(Protocol):

@@ -88,8 +88,8 @@ def test_tokens_with_a_closed_gate_have_the_bits_of_the_base(model_folder: Path,
 
 
 @pytest.mark.parametrize("form", ["plain", "fused", "int8"])
-def test_the_last_block_goes_on_with_the_needed_tokens(model_folder: Path, form: str) -> None:
-    """Each with its own residual and gate."""
+def test_the_last_block_computes_the_needed_tokens(model_folder: Path, form: str) -> None:
+    """Each token has its own residual and gate."""
     model = load_model(model_folder, quantize=quantizer("int8" if form == "int8" else None, False))
     if form != "plain":
         adapter = random_adapter(fuse(model))

@@ -55,7 +55,7 @@ class Model:
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
 
     def __call__(self, tokens: Tokens, kv: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-        return tokens.at(rows).ids
+        return tokens.ids if rows is None else tokens.ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.table[hidden]

@@ -39,7 +39,7 @@ class Successor:
         self.seen.append(tokens.ids.tolist())
         if self.failing & {*self.seen[-1]}:
             raise RuntimeError("injected")
-        return tokens.at(rows).ids
+        return tokens.ids if rows is None else tokens.ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert len(hidden), "logits of no rows are not computed"
@@ -111,8 +111,8 @@ def test_a_row_that_cannot_be_drawn_fails_alone(culprits: list[int]) -> None:
         assert sorted(sampled.errors) == [place for place, n in enumerate((2, 0, 3, 1)) if n in lost]
 
 
-def test_after_the_last_attention_only_sampled_tokens_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all tokens, if a prompt is scored; a step that samples none keeps one."""
+def test_the_rest_of_the_last_layer_computes_only_sampled_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens do if a prompt is scored; a step that samples none keeps one."""
     computed: list[int] = []
     run = GatedMLP.forward
 

@@ -74,9 +74,7 @@ class Captured:
                 ) from error
             logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)
 
-    def __call__(
-        self, batch: Batch, inputs: StepInputs, needs_hidden: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`shared.engine.executor.eager.Executor`."""
         bucket = self.view.bucket
         if bucket is None:

@@ -40,10 +40,9 @@ class Executor(Protocol):
     recorder: Recorder  # the sampler may be given its logits
     num_replays: int
 
-    def __call__(
-        self, batch: Batch, inputs: StepInputs, needs_hidden: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``; without ``needs_hidden`` the first may be any."""
+    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``. Without ``needs_hidden``, the hidden states may be
+        those of fewer tokens, and must not be read."""
         ...
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
@@ -64,9 +63,7 @@ class Eager:
         self.recorder: Recorder = launch_draw
         self.first_row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
-    def __call__(
-        self, batch: Batch, inputs: StepInputs, needs_hidden: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Executor`."""
         self.last_ids.fill(batch, inputs.tokens.ids)
         n = len(batch.logit_rows)
