@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs, speculation
+from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs, segments, speculation
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
@@ -306,6 +306,15 @@ def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, 
         assert f"{len(rows) - 3} more rows, " in result.stdout
         with gzip.open("trace.json.gz", "rt", encoding="utf-8") as file:
             assert any(event.get("name") == "aten::embedding" for event in json.load(file)["traceEvents"])
+
+
+def test_segments_that_are_computed_again_are_as_if_concatenated(folder: Path) -> None:
+    engines = segments.make_engines(Setup(str(folder)), 256)
+    pieces = [[5 + (7 * n + 3 * token) % 90 for token in range(28)] for n in range(16)]
+    found = segments.distances(engines, pieces, 3, 16, [None, 1.0])
+    assert found[1.0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found[1.0]["agreement"] == 1
+    assert found[None]["kl"] > 1e-5
 
 
 def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_path, monkeypatch) -> None:
