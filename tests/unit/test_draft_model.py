@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,11 +22,13 @@ from shared.errors import ConfigError
 from shared.models.tokens import Tokens
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 from shared.scheduling.chunks import chunk_size
 from shared.scheduling.drafts import num_equal
 from shared.scheduling.schedule import Schedule
 from shared.speculation.adaptive import a_tenth
 from shared.speculation.draft_memory import memory_settings
+from shared.speculation.draft_model import DraftMasks
 from shared.speculation.vocabulary import check_vocabulary
 from shared.text.tokenizer import Tokenizer
 from tests.mixed_requests import ALIKE, ARRIVALS, ARRIVE, GREEDY, MIXED, SMALL, Requests, seen, serve
@@ -49,6 +52,20 @@ def drafts(tiny_checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathF
     return folders
 
 
+class Fresh(DraftMasks):
+    """The masks of a step's first drafts follow no rejected draft."""
+
+    is_fresh = False
+
+    def forget(self) -> None:
+        self.is_fresh = True
+
+    def rows(self, rows: list[SamplingRow], asking: Any, proposed: Sequence[Any]) -> list[SamplingRow]:
+        assert self.is_fresh or proposed
+        self.is_fresh = False
+        return rows
+
+
 class Checked(Engine):
     """After each step a draft request has the tokens of its request, and the pools hold what it says; the
     draft model computes no more tokens than its memory was made for, and in chunks as the model does."""
@@ -56,7 +73,7 @@ class Checked(Engine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         commit, drafter = self.scheduler.commit, self.drafter
-        missing = drafter._missing
+        missing, drafter.masks = drafter._missing, Fresh()
 
         def within(schedule: Schedule) -> Any:
             entries, asking = missing(schedule)

@@ -196,16 +196,17 @@ def test_rejection_accepts_what_is_forced(folder: Path) -> None:
 
 
 def test_forced_drafts_say_nothing_about_others() -> None:
-    request, lengths = Request("a", [1], SamplingParams(), 0), DraftLengths(5)
-    lengths.next_lengths([request])
+    request, other = (Request(name, [1], SamplingParams(), 0) for name in "ab")
+    lengths = DraftLengths(5)
+    lengths.next_lengths([request, other])
     before = lengths.known[request].rate
     request.num_forced_drafts = 3
     lengths.count(request, 3, 3)
     assert lengths.known[request].rate == before
-    lengths.count(request, 5, 5)
-    other = Request("b", [1], SamplingParams(), 0)
-    lengths.count(other, 2, 2)
-    assert lengths.known[request].rate == lengths.known[other].rate > before
+    for num_accepted in range(6):
+        lengths.count(request, 5, num_accepted)
+        lengths.count(other, 2, min(num_accepted, 2))
+        assert lengths.known[request] == lengths.known[other], "the first two drafts are not forced"
     for _ in range(30):
         lengths.count(request, 5, 0)
     request.num_certain_drafts, request.num_pending_tokens = 5, 1

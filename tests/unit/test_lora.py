@@ -183,6 +183,10 @@ def test_guesses_are_made_of_the_first_candidates(tiny_checkpoints: dict[str, Pa
     logits = few.logits(model, *inputs)
     torch.testing.assert_close(logits[:, :300], whole.logits(model, *inputs)[:, :300])
     assert (logits[:, 300:] == -torch.inf).all()
+    if form is None:
+        model.head.bias = torch.nn.Parameter(torch.randn(model.config.vocab_size))
+        logits = few.logits(model, *inputs)
+        torch.testing.assert_close(logits[:, :300], whole.logits(model, *inputs)[:, :300])
     few.shape = replace(few.shape, logit_softcap=0.5)
     torch.testing.assert_close(few.logits(model, *inputs)[:, :300], 0.5 * torch.tanh(logits[:, :300] / 0.5))
     assert logits.shape[1] == model.config.vocab_size > 300

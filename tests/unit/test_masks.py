@@ -31,6 +31,7 @@ from shared.grammar.tokens import taken_tokens, token_walk
 from shared.grammar.tokens.contexts import Contexts
 from shared.grammar.tokens.fsm import TokenFSM
 from shared.grammar.tokens.masks import TokenMasks
+from shared.grammar.tokens.plain_tokens import MAX_SETS
 from shared.grammar.tokens.token_walk import TokenWalk
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from tests.comparison import assert_equal
@@ -47,6 +48,16 @@ def vocabulary(tokens: Sequence[bytes]) -> GrammarVocabulary:
 def by_hand(automaton: Automaton, tokens: GrammarVocabulary, now: Configuration) -> list[int]:
     allowed = [n for n, token in enumerate(tokens.tokens) if token and automaton.walk(now, token) is not None]
     return [END, *allowed] if automaton.is_end(now) else allowed
+
+
+def test_the_sets_of_characters_that_were_asked_for_last_are_kept() -> None:
+    plain = vocabulary([b"a"]).plain
+    first, second = plain.of_set(1), plain.of_set(2)
+    for symbols in range(3, MAX_SETS + 2):
+        assert plain.of_set(1) is first
+        plain.of_set(symbols)
+    assert plain.of_set(1) is first
+    assert plain.of_set(2) is not second
 
 
 WORDS = ["a", "b", "[", "]", '"', "[[", "[]", '"aa', "aa", 'a"', '"]', "]]", '["', " ", "\n  "]

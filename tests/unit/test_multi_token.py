@@ -199,12 +199,13 @@ def step(scheduler: MultiTokenScheduler, num_right: int = LENGTH, aborted: str =
 
 
 def test_drafts_follow_the_masks_of_the_step_before() -> None:
-    scheduler = make_scheduler()
-    request = add(scheduler)
-    assert_equal(step(scheduler), (0, 0), "drafts and masks of the prompt")
-    assert_equal(step(scheduler), (0, LENGTH), "drafts and masks of the first decode step")
-    assert_equal(step(scheduler), (LENGTH, LENGTH), "drafts and masks of the next step")
-    assert_equal(request.output_ids, ANSWER[: 1 + 1 + LENGTH + 1], "the output")
+    for fewer in range(2):  # masks in the last step, whose drafts the next one could verify if none were right
+        scheduler = make_scheduler()
+        request = add(scheduler, num_tokens=LENGTH + 4 - fewer)
+        assert_equal(step(scheduler), (0, 0), "drafts and masks of the prompt")
+        assert_equal(step(scheduler), (0, LENGTH), "drafts and masks of the first decode step")
+        assert_equal(step(scheduler), (LENGTH, LENGTH - fewer), "drafts and masks of the next step")
+        assert_equal(request.output_ids, ANSWER[: 1 + 1 + LENGTH + 1], "the output")
 
 
 def test_nothing_is_left_of_masks_and_rejected_guesses() -> None:

@@ -234,6 +234,20 @@ def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
     assert (first.num_cached, second.num_cached) == (0, 43), "all whole blocks, and a token is left for the logits"
 
 
+def test_a_request_that_cannot_be_admitted_ends_no_run() -> None:
+    for limits, is_cut in ((EngineLimits(max_batch_size=1), False), (EngineLimits(kv_tokens=16), True)):
+        replica = Replica(TIMES, limits)
+        replica.add(Request(0.0, 4, 10, ()))
+        now = replica.plan(0.0)
+        assert now is not None
+        replica.finish(now)
+        for may_cut in (is_cut, False):  # the second waits behind the first
+            ends = replica.plan(now)
+            replica.add(Request(now, 4, 10, ()))
+            assert (replica.cut(now + 0.001) is not None) == may_cut
+            assert (replica.ends == ends) != may_cut, "the run goes on as planned"
+
+
 def test_routers_by_prefix_keep_a_conversation_at_its_replica_and_round_robin_does_not() -> None:
     options = Conversations(systems=1, system_tokens=0, turn_tokens=64, new_tokens=32, turns=6.0, pause=1.0)
     shares = {}

@@ -117,7 +117,9 @@ class UniqueRule(Rule):
         """The automaton extended with one bit for each checksum."""
         possible = [prime for prime in PRIMES if prime <= MOST_VALUES - len(self.listed) + 1]
         if not possible:
-            raise _error(self.values, f"unique items may have at most {MOST_VALUES - PRIMES[-1]} values beside strings")
+            raise _error(
+                self.values, f"unique items may have at most {MOST_VALUES + 1 - PRIMES[-1]} values beside strings"
+            )
         count = next((prime for prime in possible if prime * len(dfa) <= MOST_STATES), possible[-1])
         summed = with_sums(dfa, count, self.assembler.budget)
         bits = np.left_shift(1, summed.accepts >> SUM_SHIFT, dtype=np.int64)

@@ -306,7 +306,7 @@ class Members:
         missing = max(shape.fewest - len(needed), 0)
         if missing > NUM_SUMS and others:
             raise self.document.error("#", f"minProperties above {NUM_SUMS} is not supported")
-        if missing > len(spare) or (missing and len(needed) + missing > shape.most):
+        if missing > len(spare):
             return NEVER
         depths += sorted(spare)[:missing]
         for node in shape.outside:

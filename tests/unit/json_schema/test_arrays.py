@@ -1,10 +1,13 @@
 """Schemas of arrays: their items, first items, lengths, and items that must differ."""
 
+from typing import Any
+
 import pytest
 
 from shared.grammar.automata.automaton import MAX_DEPTH, START
 from shared.grammar.documents.json_schema import compile_schema
-from tests.grammars import budget
+from shared.grammar.limits import GrammarError
+from tests.grammars import assert_language, budget
 from tests.unit.json_schema.judged import SchemaCase, check_schema
 
 CASES: dict[str, SchemaCase] = {
@@ -130,6 +133,11 @@ CASES: dict[str, SchemaCase] = {
         [["a", "abc", "b"], ["xyz"]],
         [["a", "a"], ["ab"], ["xyz", "xyz"]],
     ),
+    "one unique item of an array with first items": (
+        {"prefixItems": [{"type": "integer"}], "uniqueItems": True, "maxItems": 1, "type": "array"},
+        [[], [1]],
+        [["a"], [1, 2]],
+    ),
     "unique items beside any": (
         {"anyOf": [{"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, {"maxItems": 1}]},
         [[3], [1]],
@@ -141,6 +149,17 @@ CASES: dict[str, SchemaCase] = {
 @pytest.mark.parametrize("name", CASES)
 def test_accepts_what_is_valid_and_nothing_else(name: str) -> None:
     check_schema(*CASES[name])
+
+
+def test_as_many_unique_values_stand_beside_texts_as_the_error_says() -> None:
+    def schema(count: int) -> dict[str, Any]:
+        items = {"anyOf": [{"enum": list(range(count))}, {"type": "string"}]}
+        return {"type": "array", "items": items, "uniqueItems": True}
+
+    automaton = compile_schema(schema(56), budget())
+    assert_language(automaton, ['[55,"a",0]'], ["[55,55]", '["a","a"]', "[56]"])
+    with pytest.raises(GrammarError, match="at most 56 values beside strings"):
+        compile_schema(schema(57), budget())
 
 
 def test_an_array_that_still_needs_an_object_has_room_for_it() -> None:

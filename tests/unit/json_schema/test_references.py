@@ -63,6 +63,14 @@ CASES: dict[str, SchemaCase] = {
         [[1]],
         [[None]],
     ),
+    "two schemas with one $id": (
+        {
+            "$defs": {"n": {"$id": "n", "type": "integer"}, "m": {"$id": "n", "type": "null"}},
+            "items": {"$ref": "n"},
+        },
+        [[1]],
+        [[None]],
+    ),
     "a reference into an unknown keyword": (
         {"$defs": {"n": PARTS | {"$id": "n", "$ref": "#/parts/a"}}, "$ref": "n"},
         [[None]],

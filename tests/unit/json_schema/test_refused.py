@@ -36,6 +36,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "refers to itself",
     ),
     "endless": ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "accepts nothing"),
+    "a part of a nested $id": (
+        {"$defs": {"a/~b": {"$id": "n", "items": {"contains": True}}}, "items": {"$ref": "n"}},
+        "#/$defs/a~1~0b/items/contains",
+    ),
     "lookbehind": ({"properties": {"a/b": {"pattern": "(?<=x)"}}}, "#/properties/a~1b/pattern"),
     "nothing": ({"type": "string", "enum": [1]}, "accepts nothing"),
     "no characters": ({"type": "string", "pattern": "^$", "minLength": 1}, "accepts nothing"),

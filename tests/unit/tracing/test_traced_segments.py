@@ -48,3 +48,11 @@ def test_a_segment_that_was_evicted_has_another_row(folder: Path) -> None:
     ids = [request.request_id for request in recorder.trace("again").requests]
     assert len(ids) == 4
     assert len(set(ids)) == 3
+    engine.register(A)
+    taken = next(name for name in ids if name not in ("a", "b"))
+    for name in (taken, f"{taken}+"):
+        recorder.add_request([1], TWO, name)
+    while engine.has_work():
+        recorder.step()
+    rows = {request.request_id: request for request in recorder.trace("taken ids").requests}
+    assert rows[f"{taken}++"].num_prompt_tokens == len(A)
