@@ -16,6 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.answer import TerminalAnswer
 from shared.cli.chat import chat
 from shared.cli.course.phase import phase_app
 from shared.cli.generate import generate
@@ -185,12 +186,12 @@ def test_generate_passes_every_sampling_option_on(tiny: str, monkeypatch: pytest
     options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 7, "min_p": 0.01}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "min_tokens": 2}
     arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    result = infer("generate", "--prompt", "-", "-n", "16", "--ignore-eos", "-q", *arguments, stdin="Hi there\n")
-    assert result.stdout == generated(tiny, "Hi there", max_new_tokens=16, ignore_eos=True, **options) + "\n"
+    result = infer("generate", "--prompt", "-", "-n", "16", "--ignore-eos", "-q", *arguments, stdin="Hi there \r\n")
+    assert result.stdout == generated(tiny, "Hi there ", max_new_tokens=16, ignore_eos=True, **options) + "\n"
     assert result.stderr == ""
     stop = result.stdout[4:6]
     stopped = infer(
-        "generate", "-p", "Hi there", "-n", "16", "--ignore-eos", "--stop", "never said", "--stop", stop, *arguments
+        "generate", "-p", "Hi there ", "-n", "16", "--ignore-eos", "--stop", "never said", "--stop", stop, *arguments
     )
     assert stopped.stdout == result.stdout[: result.stdout.index(stop)] + "\n"
     assert "finish: stop" in stopped.stderr
@@ -274,9 +275,14 @@ def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Pa
     third = answer(("system", "Be brief."), ("user", "Hello"))
     assert result.stdout == f"{first}\n{second}\n{third}\n"
     assert "no command /frobnicate" in result.stderr
+    command = ("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", "--stop", first)
+    assert infer(*command, stdin="Hello\nAnd then?\n").stdout == f"\n{answer(('user', 'And then?'))}\n", "no empty turn"
 
 
 def test_chat_says_when_the_conversation_is_too_long_and_goes_on(tiny_checkpoints: dict[str, Path]) -> None:
+    from shared.text.chat import ChatMessage, encode_chat
+    from shared.text.tokenizer import Tokenizer
+
     command = ("chat", "--model", tiny_checkpoints["qwen3"], "--max-seq-len", "60", "-n", "99", "--ignore-eos", "-q")
     result = infer(*command, stdin=f"Hi\n{'x' * 200}\n/reset\nHi\n")
     assert result.exit_code == 0
@@ -284,6 +290,21 @@ def test_chat_says_when_the_conversation_is_too_long_and_goes_on(tiny_checkpoint
     assert result.stderr.count("has reached the limit of 60 tokens") == 2
     first, second = result.stdout[: len(result.stdout) // 2], result.stdout[len(result.stdout) // 2 :]
     assert first == second != ""
+    tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
+    most = len(encode_chat(tokenizer, [ChatMessage("user", "Hi")], template="qwen3", thinking=None))
+    full = infer(*command[:4], str(most), *command[5:], stdin="Hi\n")
+    assert f"the conversation has {most} tokens; the limit is {most}, answer included, so it was not" in full.stderr
+
+
+def test_the_line_of_speeds_counts_the_tokens_after_the_first() -> None:
+    answer = TerminalAnswer([1])
+    answer.device, answer.finish_reason = "the CPU", "length"
+    for times, speed, count in (
+        ([0.5], "no decode (one token)", "1 token"),
+        ([0.5, 1, 2], "decode 1.3 tokens/s", "3 tokens"),
+    ):
+        answer.token_times = times
+        assert answer.summary() == f"first token 0.500 s · {speed} · {count} on the CPU · finish: length"
 
 
 # models, ladder, comparison, phases by themselves

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.server.echo import ENDLESS, EchoEngine, Running, connected, endless, everything, serving
+from tests.unit.server.echo import ENDLESS, EchoEngine, Running, connected, endless, everything, serving, unread
 from tests.unit.server.exchange import completion, error_of, samples
 from tests.waiting import wait_until
 
@@ -179,6 +179,19 @@ def test_rubbish_behind_a_request_does_not_enter_its_answer(folder: Path) -> Non
         assert answer.startswith(b"HTTP/1.1 200")
         assert b"invalid_http" not in answer
         wait_until(lambda: not engine.running)
+
+
+def test_a_refused_client_that_does_not_read_is_cut_off(folder: Path) -> None:
+    engine = endless(folder)
+    engine.step_seconds = 0.0
+    body = completion(**ENDLESS, stream=True)
+    with (
+        serving(engine, head_timeout=SECONDS, send_timeout=PATIENT, max_unread_bytes=2**30) as running,
+        unread(running, "/v1/completions", body, receive_buffer=4096) as connection,
+    ):
+        wait_until(lambda: any(each.flow.write_paused for each in list(running.server.server_state.connections)))
+        connection.sendall(b"rubbish\r\n\r\n")
+        wait_until(lambda: not running.server.server_state.connections)
 
 
 def test_a_request_that_follows_another_at_once_has_all_its_time(folder: Path) -> None:

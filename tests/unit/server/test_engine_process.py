@@ -17,6 +17,7 @@ import pytest
 import uvloop
 
 from shared.engine.output import StepOutput
+from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
@@ -28,13 +29,14 @@ from shared.server.engine.loop import (
     Command,
     Crashed,
     Event,
+    Idle,
     NewRequest,
     Question,
     Refused,
     Stepped,
     Stop,
 )
-from shared.server.engine.process import EngineProcess
+from shared.server.engine.process import MAX_EVENTS, EngineProcess, readiness
 from shared.server.engine.thread import EngineThread
 from shared.text.stopping import FinishReason
 from tests.forks import FORKS
@@ -229,6 +231,17 @@ def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last
             handle._process.kill()
     assert event == Crashed("the engine's process ended with exit code -9")
     assert ahead[-1] < 3000
+
+
+def test_what_was_read_is_handled_before_more_is_read() -> None:
+    handle, told = EngineProcess.__new__(EngineProcess), list[int]()
+    handle._pipe, theirs = multiprocessing.Pipe()
+    handle._has_more = readiness(handle._pipe)
+    for number in range(2 * MAX_EVENTS + 1):
+        theirs.send((Idle(), EngineLoad(0, 0, 0.0, 0), number))
+    for read in (MAX_EVENTS, 2 * MAX_EVENTS, 2 * MAX_EVENTS + 1):
+        handle._read(lambda event, load, num_added: told.append(num_added))
+        assert told == list(range(read))
 
 
 def test_a_step_is_the_same_behind_the_pipe() -> None:

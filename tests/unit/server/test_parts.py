@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
-from shared.cli.serve import model_name
+from shared.cli.serve import _default_tokens, model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
@@ -425,6 +425,14 @@ def test_a_folder_is_served_by_its_own_name_however_it_is_given(
     monkeypatch.chdir(tmp_path)
     for folder, name in ((".", tmp_path.name), ("..", tmp_path.parent.name), ("org/model", "org/model")):
         assert model_name(folder) == name
+
+
+def test_the_limits_of_answers_without_one_are_given_together() -> None:
+    for value, expected in ((None, {}), ("1", {1}), ("4096", {4096}), ("context", {None})):
+        assert _default_tokens(value) == {name: one for one in expected for name in ("max_tokens", "max_chat_tokens")}
+    for value in ("0", "-1", "1.5", "٣", "", "all"):
+        with pytest.raises(ConfigError, match="at least 1, or context"):
+            _default_tokens(value)
 
 
 @pytest.mark.parametrize(
