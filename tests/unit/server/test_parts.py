@@ -1,18 +1,20 @@
 """Parts of the server that need no socket: settings, frames, the stream between the threads."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
 import resource
 import socket
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
@@ -20,14 +22,26 @@ from shared.cli.serve import _default_tokens, model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
-from shared.errors import ConfigError
+from shared.errors import ConfigError, QueueFullError, RequestError, UnknownSegmentError
 from shared.sampling.params import SamplingParams
 from shared.server import process
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.answers.logprobs import Scored, completion_logprobs
 from shared.server.engine.client import EngineClient
-from shared.server.engine.loop import Abort, Idle, NewRequest, Stepped
+from shared.server.engine.loop import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Crashed,
+    Idle,
+    NewRequest,
+    Question,
+    Refused,
+    Stepped,
+    Stop,
+)
 from shared.server.errors import ApiError
 from shared.server.http.event_stream import EventStreamResponse
 from shared.server.http.middleware import RequestRecord, _log_request
@@ -325,6 +339,134 @@ def test_tokens_that_precede_a_failure_are_sent_and_a_part_is_sent_once() -> Non
     (_, token), (name, failure) = events(body["body"].decode())
     assert (token["choices"][0]["text"], name, failure["error"]["message"]) == ("c", "error", "It broke.")
     assert not body["more_body"]
+
+
+ENDS = ["token", "eos", "stop", "length", "error", "queue_full", "invalid", "unknown", "bug", "cancel"]
+HAPPENED = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 2), st.sampled_from([None, "segments", "chunks"])),
+    st.tuples(st.sampled_from(ENDS), st.integers(0, 3), st.none()),
+    st.tuples(st.sampled_from(["ask", "answer", "crash", "lost rank", "stop"]), st.just(0), st.none()),
+)
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "queue_full": (QueueFullError("Full."), 503, "queue_full", None),
+    "invalid": (RequestError("In use."), 422, "invalid_value", "prompt"),
+    "unknown": (UnknownSegmentError("None."), 404, "segment_not_found", "prompt"),
+    "bug": (None, 500, "engine_error", None),
+}
+"""Late refusals of the engine, and the status, code and field of their errors."""
+
+
+@settings(max_examples=300)
+@given(happened=st.lists(HAPPENED, max_size=14))
+def test_a_request_ends_exactly_once_whatever_happens_to_the_engine(happened: list[tuple[str, int, Any]]) -> None:
+    """With its own error, aborted and counted once; a question ends too, and a stopped engine has not crashed."""
+
+    async def run() -> None:
+        client, sent = make_client()
+        ended_server: list[None] = []
+        client.end_server = lambda: ended_server.append(None)
+        client._handle.join = lambda timeout: None  # type: ignore[method-assign]
+        answers: list[Answer] = []
+        streams: list[AnswerStream] = []
+        fields: list[str | None] = []
+        groups: list[range] = []
+        ends: dict[int, tuple[Any, ...]] = {}  # of each stream: reason, status, code and param of the error
+        commands: list[Any] = []
+        counted: Counter[str] = Counter()
+        asked: list[asyncio.Task[Any]] = []
+        crash, is_stopped, num_waiting, num_lost = None, False, 0, 0
+
+        def end(index: int, reason: str, *error: Any, is_gone: bool = False, is_counted: bool = True) -> None:
+            if index in ends:
+                return
+            ends[index] = (reason, *error)
+            counted.update(["stop" if reason == "eos" else reason] * is_counted)
+            if reason == "abort" and not is_gone:
+                commands.append(Abort(str(index)))
+            for other in next(group for group in groups if index in group) if error else ():
+                end(other, "abort", is_gone=is_gone)
+
+        for event, count, field in happened:
+            is_alive, index = crash is None and not is_stopped, count
+            told: Any = None
+            if event == "submit":
+                group = range(len(streams), len(streams) + count)
+                requests = [NewRequest(str(one), [1], SamplingParams(max_new_tokens=1)) for one in group]
+                is_taken = is_alive and num_waiting + count <= 4
+                refused = pytest.raises(ApiError, match="requests wait" if is_alive else "engine has stopped")
+                with contextlib.nullcontext() if is_taken else refused:
+                    answers.append(client.submit("a", requests, n=count, param="prompt", segment_field=field))
+                    streams += answers[-1].choices
+                if is_taken:
+                    fields += [field] * count
+                    groups.append(group)
+                    commands.append(Add(tuple(requests)))
+                    num_waiting += count
+            elif event == "ask":
+                asked.append(asyncio.create_task(client.describe()))
+                number = sum(isinstance(one, Ask) for one in commands)
+                commands += [Ask(number, Question.DESCRIPTION)] * is_alive
+                await asyncio.sleep(0)
+            elif event == "stop":
+                for index in range(len(streams)):
+                    end(index, "abort", 503, "engine_stopped", None)
+                is_stopped = True
+                commands.append(Stop())
+                await client.stop()
+            elif event == "answer":
+                told = Answered(0, {"audit": []})
+            elif event in ("crash", "lost rank"):
+                told = Crashed(event, event == "lost rank")
+                if not is_stopped:
+                    crash, num_lost = crash or event, num_lost + (event == "lost rank")
+                    for index in range(len(streams)):
+                        end(index, "error", 500, "engine_error", None, is_gone=True)
+            elif index >= len(streams):
+                continue
+            elif event == "cancel":
+                answer, group = next(each for each in zip(answers, groups, strict=True) if index in each[1])
+                answer.cancel("left")
+                for one in group:
+                    end(one, "abort")
+            elif event in REFUSED:
+                refusal, *error = REFUSED[event]
+                if event == "unknown" and (name := fields[index]) is not None:
+                    error[1:] = f"{name[:-1]}_not_found", name
+                told = Refused(str(index), refusal)
+                end(index, "error", *error, is_counted=False)
+            else:
+                reason = None if event == "token" else FinishReason(event)
+                token_id = None if event == "error" else 1
+                told = Stepped(1.0, 2.0, [StepOutput(str(index), token_id, "x", reason)], (), 0)
+                if event == "error":
+                    end(index, "error", 500, "engine_error", None)
+                elif reason is not None:
+                    end(index, event)
+            if told is not None:
+                client._handle_event(told, EngineLoad(1, 0, 0.5, 0), len(streams))
+                num_waiting = 0
+            assert (client.load.num_waiting, client.crash, len(ended_server)) == (num_waiting, crash, num_lost)
+            assert client.is_alive == (crash is None and not is_stopped)
+            found = {index: (str(one.finish_reason), one.error) for index, one in enumerate(streams) if not one.is_open}
+            assert ends == {
+                index: (reason, *([] if failure is None else [failure.status_code, failure.code, failure.param]))
+                for index, (reason, failure) in found.items()
+            }
+            for answer, group in zip(answers, groups, strict=True):
+                failures = [streams[one].error for one in group if streams[one].error is not None]
+                assert (answer.is_open, answer.error) == (any(one not in ends for one in group), *(failures or [None]))
+            assert client.num_open_requests == len(streams) - len(ends)
+        await asyncio.sleep(0)
+        assert sorted(map(repr, sent)) == sorted(map(repr, commands))
+        metrics = client._metrics.registry.collect()
+        ours = [one for family in metrics for one in family.samples if one.name == "infer:request_success_total"]
+        assert {one.labels["finished_reason"]: one.value for one in ours if one.value} == counted
+        for task in asked:
+            assert task.done() or crash is None
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_an_answer_that_is_not_read_ends_once() -> None:

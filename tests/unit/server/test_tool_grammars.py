@@ -16,7 +16,8 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.grammar.calls import CallDescription
+from shared.grammar.answer_graph import CallMode, CallSpelling
+from shared.grammar.calls import CallDescription, CalledFunction
 from shared.grammar.grammar import Grammar
 from shared.server.answers.served_chat import ChatPrompt, ServedChat
 from shared.server.answers.tool_answer import ToolReading, whole_message
@@ -273,37 +274,44 @@ def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
 @pytest.mark.parametrize(
     ("family", "fields", "strict", "separator", "is_first"),
     [
-        ("qwen3", {}, {"a": True, "b": False}, "\n", False),
-        ("qwen3", {"parallel_tool_calls": False}, {"a": True, "b": False}, None, False),
-        ("qwen3", {"response_format": {"type": "json_object"}}, {"a": True, "b": False}, "\n", True),
-        ("qwen3", {"tool_choice": "required"}, {"a": True, "b": True}, "\n", True),
-        ("qwen3", {"tool_choice": {"type": "function", "function": {"name": "b"}}}, {"b": True}, None, True),
-        ("llama3", {"tool_choice": "required"}, {"a": True, "b": True}, None, True),
+        ("qwen3", {}, "a", "\n", False),
+        ("qwen3", {"parallel_tool_calls": False}, "a", None, False),
+        ("qwen3", {"response_format": {"type": "json_object"}}, "a", "\n", True),
+        ("qwen3", {"tool_choice": "required"}, "abc", "\n", True),
+        ("qwen3", {"tool_choice": {"type": "function", "function": {"name": "b"}}}, "b", None, True),
+        ("llama3", {"tool_choice": "required"}, "abc", None, True),
     ],
 )
 def test_what_a_request_asks_of_its_calls(
     family: str,
     fields: dict[str, Any],
-    strict: dict[str, bool],
+    strict: str,
     separator: str | None,
     is_first: bool,
     tiny_checkpoints: dict[str, Path],
 ) -> None:
     """The grammar and the reading of the answer are made of the same facts."""
     tokenizer, form = Tokenizer.load(tiny_checkpoints["qwen3"]), TOOL_FORMATS[family]
-    body = ChatRequest.model_validate(chat(tools=[tool("a", strict=True), tool("b")], **fields))
+    tools = [tool("a", strict=True), tool("b", {}), tool("c", None)]
+    body = ChatRequest.model_validate(chat(tools=tools, **fields))
     has_format, choice = "response_format" in fields, fields.get("tool_choice")
-    grammar = tool_grammar(body, tokenizer, form, None, Grammar.json_object())
-    found = CallDescription.of_text(grammar.text)
-    assert {function.name: function.is_strict for function in found.functions} == strict
-    assert found.spelling.separator == separator
-    assert (found.answer is None) == (choice is not None), "where there must be a call, nothing else is an answer"
+    grammar = tool_grammar(body, tokenizer, form, None, Grammar.json_object(), is_closed=True)
+    marks = ("<tool_call>", "}\n</tool_call>") if family == "qwen3" else ("", "}")
+    schemas = {"a": SCHEMA, "b": {}, "c": {"type": "object", "properties": {}, "additionalProperties": False}}
+    called = strict if isinstance(choice, dict) else "abc"
+    assert CallDescription.of_text(grammar.text) == CallDescription(
+        CallMode.AUTO if choice is None else CallMode.REQUIRED,
+        CallSpelling(marks[0], form.head, form.middle, marks[1], separator),
+        tuple(CalledFunction(name, schemas[name], is_strict=name in strict) for name in called),
+        ("json_object", "") if choice is None else None,  # where there must be a call, nothing else is an answer
+        is_closed=True,
+    )
     reading = tool_reading(body, tokenizer, form, None, has_grammar=True, has_format=has_format)
     assert reading is not None
     assert (reading.is_first, reading.has_several) == (is_first, "parallel_tool_calls" not in fields)
     for has_grammar in (False, True):
-        marks = thought_marks(body, MARKS, is_thinking=False, has_grammar=has_grammar, has_format=has_format)
-        assert marks == (None if has_grammar and has_format else MARKS)
+        thought = thought_marks(body, MARKS, is_thinking=False, has_grammar=has_grammar, has_format=has_format)
+        assert thought == (None if has_grammar and has_format else MARKS)
 
 
 @pytest.mark.parametrize("has_tools", [True, False])

@@ -5,6 +5,7 @@ counted and logged, and what is left behind. All of it follows from the body and
 import codecs
 import itertools
 import logging
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -331,7 +332,27 @@ COMPLETION = bodies(COMMON | COMPLETING, prompt=ANY_PROMPT)
 TALK = bodies(COMMON | TALKING, messages=st.lists(st.sampled_from(TURNS), min_size=1, max_size=3))
 
 
-@settings(max_examples=250)
+STREAMS = [({"stream": each}, "*/*") for each in (False, True)] + [({"stream": None}, "text/event-stream")]
+STREAMS += [({"stream": True, "stream_options": OPTIONS[1] | more}, "*/*") for more in (OPTIONS[0], OPTIONS[2])]
+SEVERAL = (["aé", EOT + "日" + EOT], [[5, 70, 0, 72], [71, 70]])  # no more choices than run at a time
+
+
+@pytest.mark.parametrize(("stream", "accept"), STREAMS)
+def test_prompts_choices_echo_and_logprobs_in_every_combination(
+    stream: dict[str, Any], accept: str, observed: Observed
+) -> None:
+    """The other fields have any of their values."""
+    prompts = [*SEVERAL, *(prompts[0] for prompts in SEVERAL)]
+    for number, (prompt, n, echo, logprobs) in enumerate(
+        itertools.product(prompts, [1, 2], [None, True], [None, 0, 2])
+    ):
+        chosen = random.Random(number)
+        body = {name: chosen.choice(values) for name, values in COMMON.items()}
+        body |= {"prompt": prompt, "n": n, "echo": echo, "logprobs": logprobs, "add_special_tokens": None, **stream}
+        check(COMPLETIONS, body, accept, observed)
+
+
+@settings(max_examples=150)
 @given(body=COMPLETION, accept=ACCEPTS, is_empty=st.booleans())
 def test_a_completion_as_a_whole(body: dict[str, Any], accept: str, is_empty: bool, observed: Observed) -> None:
     prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
