@@ -103,8 +103,6 @@ def test_a_part_of_the_segments_may_be_recomputed(
             answer = chat(server, [{"content": text} for text in texts], recompute=fraction)
             assert answer.choices[0].message.content == expected
         assert client.get(f"/v1/segments/{blended}").json()["num_bytes"] > 0
-    before, _ = [client.get("/v1/segments").json()["data"], chat(server, [{"content": texts[1]}], recompute=0.5)]
-    assert len(client.get("/v1/segments").json()["data"]) == len(before), "one segment is not recomputed"
     assert client.get("/debug/engine").json()["audit"] == []
 
 

@@ -135,8 +135,10 @@ def test_a_key_that_all_replicas_were_sent_names_the_latest_of_them() -> None:
     table = PrefixTable[bytes, int]()
     for replica in range(3 * MOST_REPLICAS):
         table.record([b"system"], replica)
+    oldest = 2 * MOST_REPLICAS
+    table.record([b"system"], oldest)  # which is the latest then
     table.record([b"system", b"question"], 0)
-    latest = {0, *range(2 * MOST_REPLICAS + 1, 3 * MOST_REPLICAS)}
+    latest = {0, oldest, *range(oldest + 2, 3 * MOST_REPLICAS)}
     assert table.matches([b"system"]) == dict.fromkeys(latest, 1)
     assert table.matches([b"system", b"question", b"more"]) == {0: 2}
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from shared.engine.output import StepOutput
+from shared.errors import RankError
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.routes.completions import CompletionFrames
 from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, endless, serving
@@ -77,6 +78,15 @@ def test_a_dead_engine_ends_every_stream_every_question_and_the_readiness(folder
         for refused in (client.post("/v1/completions", json=completion()), client.get("/debug/engine")):
             assert refused.status_code == 503
             assert error_of(refused)["code"] == "engine_stopped"
+
+
+def test_a_lost_rank_ends_the_server_too(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.bug = RankError("Rank 1 is lost.")
+    with serving(engine) as running, running.client() as client:
+        assert client.post("/v1/completions", json=completion()).status_code == 500
+        wait_until(lambda: running.server.has_lost_engine)
+        assert (running.server.should_exit, running.app.state.client.crash) == (True, "Rank 1 is lost.")
 
 
 @pytest.mark.parametrize("bad", ["!b", "a!b"], ids=["in the first frame", "in a later frame"])

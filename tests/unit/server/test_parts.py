@@ -18,6 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
+from shared.cli.options import listed
 from shared.cli.serve import _default_tokens, model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
@@ -43,14 +44,16 @@ from shared.server.engine.loop import (
     Stop,
 )
 from shared.server.errors import ApiError
-from shared.server.http.event_stream import EventStreamResponse
+from shared.server.http.event_stream import EventStreamResponse, WholeResponse
 from shared.server.http.middleware import RequestRecord, _log_request
 from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
 from shared.server.process import address_of, bind, is_exposed
 from shared.server.routes.completions import CompletionFrames
+from shared.server.routes.segments import context
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
+from shared.tracks.segments.inquiry import Blend, SegmentInfo, Use
 from tests.unit.server.exchange import events
 
 
@@ -254,7 +257,7 @@ def test_requests_wait_from_when_they_are_submitted() -> None:
 def test_the_times_of_an_answer_are_those_of_its_steps(caplog: pytest.LogCaptureFixture) -> None:
     """Of the first choice, in the log; of each, in the metrics. What is prefilled again was scheduled before."""
     client, _ = make_client()
-    requests = [NewRequest(name, [1, 2], SamplingParams(max_new_tokens=4)) for name in ("0", "1")]
+    requests = [NewRequest(name, [1, 2], SamplingParams(max_new_tokens=4), ("s",), 3) for name in ("0", "1")]
     answer = client.submit("a", requests, n=2, param="prompt")
     for choice in answer.choices:
         choice.arrived = 10.0
@@ -297,7 +300,8 @@ def test_the_times_of_an_answer_are_those_of_its_steps(caplog: pytest.LogCapture
         _log_request({"method": "POST"}, record, "completions", 21.0)
     fields: Any = caplog.records[-1].__dict__["fields"]
     assert (fields["queue_s"], fields["ttft_s"], fields["duration_s"]) == (1.0, 5.0, 21.0)
-    assert (fields["completion_tokens"], fields["prompt_tokens"], fields["error"]) == (5, 2, "engine_error")
+    assert (fields["completion_tokens"], fields["prompt_tokens"], fields["error"]) == (5, 2 + 3, "engine_error")
+    assert 'infer:prompt_tokens_total{model_name="m"} 10.0' in client._metrics.exposition().decode()
 
 
 def test_what_is_asked_again_and_again_is_logged_only_if_it_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -469,6 +473,56 @@ def test_a_request_ends_exactly_once_whatever_happens_to_the_engine(happened: li
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("segments", "recompute", "answers", "num_blends"),
+    [
+        ([], 0.5, [], 0),
+        (["a"], 0.5, [["A"]], 0),
+        (["a", "b"], None, [["A", "B"]], 0),
+        (["a", "b"], 0.0, [["A", "B"], None, None, "C"], 3),
+    ],
+)
+def test_several_segments_are_blended_as_soon_as_they_have_been_computed(
+    segments: list[str], recompute: float | None, answers: list[Any], num_blends: int
+) -> None:
+    """One that failed meanwhile is not tried again; each question is about the field that names the segments."""
+    asked: list[Any] = []
+    infos = {name: SegmentInfo(name.lower(), "user", 2, 0, 0) for name in "ABC"}
+
+    async def inquire(*question: Any) -> Any:
+        asked.append(question)
+        answer = answers[len(asked) - 1]
+        return [infos[name] for name in answer] if isinstance(answer, list) else infos.get(answer)
+
+    intake = SimpleNamespace(stopping=lambda: None, facts=SimpleNamespace(segment_refusal=None))
+    state = SimpleNamespace(intake=intake, client=SimpleNamespace(inquire=inquire))
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+    found = asyncio.run(context(request, segments, "chunks", recompute))
+    assert found == ([infos["C"]] if num_blends else [infos[name.upper()] for name in segments])
+    blends = [Blend(tuple(segments), recompute or 0.0, is_again=number > 0) for number in range(num_blends)]
+    assert asked == [(question, "chunks") for question in (*([Use(tuple(segments))] if segments else ()), *blends)]
+
+
+@pytest.mark.parametrize("cause", ["disconnected", "shutting_down"])
+def test_a_response_that_is_left_aborts_its_answer_and_says_why(cause: str) -> None:
+    async def run() -> None:
+        stream, abandoned = make_stream()
+        answer, has_left = Answer("id", [stream]), asyncio.Event()
+
+        async def receive() -> Any:
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        response = WholeResponse(answer, ServerConfig("m"), lambda outputs: b"")
+        task = asyncio.create_task(response({}, receive, receive))
+        await asyncio.sleep(0)
+        has_left.set() if cause == "disconnected" else task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (task.cancelled(), abandoned, answer.cause) == (cause == "shutting_down", ["id"], cause)
+
+    asyncio.run(run())
+
+
 def test_an_answer_that_is_not_read_ends_once() -> None:
     client, sent = make_client(max_unread_bytes=100)
     answer = client.submit("a", [NewRequest("0", [1], SamplingParams(max_new_tokens=4))], n=1, param="prompt")
@@ -575,6 +629,10 @@ def test_the_limits_of_answers_without_one_are_given_together() -> None:
     for value in ("0", "-1", "1.5", "٣", "", "all"):
         with pytest.raises(ConfigError, match="at least 1, or context"):
             _default_tokens(value)
+
+
+def test_a_list_on_the_command_line_has_no_empty_parts() -> None:
+    assert (listed(None), listed(" a b,c ,, ")) == ((), ("a b", "c"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Pages of other sites, a base path below which a proxy serves, and clients of HTTP/1.0, as older proxies are."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.unit.server.echo import POISON, EchoEngine, Running, connected, everything, serving
 from tests.unit.server.exchange import completion, events
+from tests.waiting import wait_until
 
 ORIGIN = "https://a.example"
 PREFLIGHT = {
@@ -42,6 +44,14 @@ def test_a_server_below_a_base_path(base: str, proxied: httpx.Client) -> None:
     assert moved == "/llm/health", "without a host, which a proxy would replace, and add the path once more"
     assert proxied.get(f"{base}/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert proxied.get("/llmv1/models", headers=key).status_code == 404
+
+
+def test_the_log_has_paths_below_the_base_path(proxied: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    paths = {"/llm/nowhere": "/nowhere", "/nowhere": "/nowhere", "/llm": "/llm", "/llmv1/models": "/llmv1/models"}
+    with caplog.at_level(logging.INFO, "infer"):
+        assert [proxied.get(path).status_code for path in paths] == [404] * len(paths)
+        wait_until(lambda: len(caplog.records) == len(paths))
+    assert [record.__dict__["fields"]["path"] for record in caplog.records] == list(paths.values())
 
 
 def test_a_page_of_another_site_is_let_in_by_its_origin(proxied: httpx.Client, client: httpx.Client) -> None:
