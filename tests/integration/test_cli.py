@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -20,11 +22,13 @@ from shared.cli.answer import TerminalAnswer
 from shared.cli.chat import chat
 from shared.cli.course.phase import phase_app
 from shared.cli.generate import generate
-from shared.cli.options import BATCHING, FIELDS
+from shared.cli.options import BATCHING, FIELDS, SAMPLING, take_sampling_params
 from shared.cli.serve import serve
 from shared.cli.trace import trace
 from shared.engine.config import EngineConfig
+from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson, lessons, newest_lesson
+from shared.server.settings import ServerConfig
 from tests.integration.infer_process import InferProcess
 from tests.waiting import PATIENCE
 
@@ -267,13 +271,14 @@ def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Pa
         ids = encode_chat(tokenizer, [ChatMessage(*message) for message in messages], template="llama3")
         return generated(str(folder), ids, temperature=0, max_new_tokens=5, ignore_eos=True)
 
-    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/help\n/frobnicate\n/quit\nnever read\n"
+    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/reset\nHello\n/reset\n/system\nHello\n"
+    typed += "/help\n/frobnicate\n/quit\nnever read\n"
     result = infer("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", stdin=typed)
     assert result.exit_code == 0
     first = answer(("user", "Hello"))
     second = answer(("user", "Hello"), ("assistant", first), ("user", "And then?"))
     third = answer(("system", "Be brief."), ("user", "Hello"))
-    assert result.stdout == f"{first}\n{second}\n{third}\n"
+    assert result.stdout == f"{first}\n{second}\n{third}\n{third}\n{first}\n"
     assert "no command /frobnicate" in result.stderr
     command = ("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", "--stop", first)
     assert infer(*command, stdin="Hello\nAnd then?\n").stdout == f"\n{answer(('user', 'And then?'))}\n", "no empty turn"
@@ -305,6 +310,79 @@ def test_the_line_of_speeds_counts_the_tokens_after_the_first() -> None:
     ):
         answer.token_times = times
         assert answer.summary() == f"first token 0.500 s · {speed} · {count} on the CPU · finish: length"
+
+
+def test_sampling_options_make_sampling_params() -> None:
+    """Each with a value of its own, and all others by themselves; without a seed there is one."""
+    from shared.sampling.params import SamplingParams
+
+    given: dict[str, Any] = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 0}
+    given |= {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.75, "min_tokens": 2}
+    given |= {"thinking_budget": 4, "min_thinking_tokens": 1, "regex": "a"}
+    lists = {"logit_bias": ["7=-1.5", "8=2"], "stop": ["x", "y"], "stop_token_id": [9]}
+    settings = {option.name: option.default for option in SAMPLING} | given | lists | {"device": "cpu"}
+    expected = {name: value for name, value in given.items() if name not in ("max_tokens", "regex")}
+    assert take_sampling_params(settings) == SamplingParams(
+        **expected,
+        max_new_tokens=5,
+        logit_bias={7: -1.5, 8: 2.0},
+        stop=("x", "y"),
+        stop_token_ids=(9,),
+        structured_output=Grammar.regex("a"),
+    )
+    assert settings == {"device": "cpu"}, "the engine's are left"
+    default = {option.name: option.default for option in SAMPLING} | {"ignore_eos": True}
+    params = [take_sampling_params({**default}) for _ in range(2)]
+    assert params[0].seed != params[1].seed
+    assert replace(params[0], seed=None) == SamplingParams(max_new_tokens=128, temperature=0.0, ignore_eos=True)
+
+
+SERVED = {
+    "host": "127.0.0.1", "port": 0, "served_model_name": "m", "api_key": "k", "named_events": True,
+    "allowed_hosts": "a, b", "openai_statuses": True, "allowed_origins": "https://c", "root_path": "/llm",
+    "default_max_tokens": 7, "max_connections": 8, "grace": 5.0, "send_timeout": 6.0, "close_objects": True,
+    "max_body_bytes": 9, "chat_template": "builtin:chatml", "log_format": "text", "verbose": True,
+    "max_batch_size": 3, "engine_thread": True, "no_generation_config": True,
+}  # fmt: skip
+
+
+def test_options_of_a_server_reach_it(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    chosen = SimpleNamespace(state=SimpleNamespace(intake=SimpleNamespace(chat=SimpleNamespace(format=None))))
+    monkeypatch.setattr("shared.server.process.run", lambda app, config, bound, **more: found.update(more, run=config))
+    monkeypatch.setattr("shared.server.app.make_app", lambda handle, config: found.update(made=config) or chosen)
+    monkeypatch.setattr("shared.server.engine.thread.EngineThread", lambda engine: engine)
+    monkeypatch.setattr("shared.cli.serve.load_warm", lambda *load, **engine: found.update(load=load, engine=engine))
+    monkeypatch.setattr("shared.loading.generation_config.sampling_defaults", lambda folder: {"top_k": 5})
+    monkeypatch.setattr("shared.server.http.logs.configure", lambda *log, **more: found.update(log=(*log, more)))
+    options = [
+        part
+        for name, value in SERVED.items()
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    assert infer("serve", tiny, *options).exit_code == 0
+    names = ("api_key", "named_events", "openai_statuses", "root_path", "max_connections", "grace", "send_timeout")
+    names += ("close_objects", "max_body_bytes", "chat_template")
+    config: Any = {name: SERVED[name] for name in names} | {"model_name": "m", "allowed_hosts": ("a", "b")}
+    config |= {"allowed_origins": ("https://c",), "max_tokens": 7, "max_chat_tokens": 7}
+    number = newest_lesson().number
+    assert found.pop("engine") == {name: field.default for name, field in FIELDS.items() if name != "model"} | {
+        "device": "cpu",
+        "max_batch_size": 3,
+    }
+    assert found == {
+        "run": ServerConfig(**config),
+        "made": ServerConfig(**config),
+        "load": (number, tiny, "text", True),
+        "log": ("text", {"verbose": True}),
+        "model": "m",
+        "chat_template": None,
+        "phase": number,
+        "device": "the CPU",
+    }
+    assert infer("serve", tiny, "--port", "0").exit_code == 0
+    assert found["run"] == ServerConfig(Path(tiny).name, sampling_defaults={"top_k": 5})
+    assert found["load"][2:] == ("json", False)
 
 
 # models, ladder, comparison, phases by themselves

@@ -212,14 +212,15 @@ def infer(*arguments: Any) -> Any:
 
 
 def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:
-    """Files in the order of their names, other files left out; asked again, nothing but the question is computed."""
-    for name, text in (("b.txt", TEXTS[1]), ("a.md", TEXTS[0]), ("c.pdf", "no text")):
+    """Files below it in the order of their names, others left out; asked again, only the question is computed."""
+    (tmp_path / "a").mkdir()
+    for name, text in (("b.txt", TEXTS[1]), ("a/b.md", TEXTS[0]), ("c.pdf", "no text")):
         (tmp_path / name).write_text(text)
     where = ("--url", server.url, "--api-key", "secret")
     registered = infer("register", tmp_path, *where)
     assert registered.exit_code == 0, registered.output
     lines = [line.split() for line in registered.stdout.splitlines()]
-    assert [Path(line[-1]).name for line in lines] == ["a.md", "b.txt"]
+    assert [Path(line[-1]).name for line in lines] == ["b.md", "b.txt"]
     names = [line[0] for line in lines]
     for over, order in (([tmp_path], names), ([tmp_path / "b.txt", names[0]], names[::-1])):
         asked = infer("ask", "When?", *over, "--max-tokens", 8, *where)

@@ -473,6 +473,7 @@ def test_a_request_ends_exactly_once_whatever_happens_to_the_engine(happened: li
             assert task.done() or crash is None
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+        assert not client._questions
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ counted and logged, and what is left behind. All of it follows from the body and
 import codecs
 import itertools
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -117,6 +118,8 @@ class Case:
         if self.has_echo:
             given["prompt_logprobs"] = 0 if self.num_top is None and most == 0 else self.num_top
         least = min(body["min_tokens"] or 0, most)
+        given["thinking_budget"] = budget = body["thinking_budget"]
+        given["min_thinking_tokens"] = min(body["min_thinking_tokens"] or 0, math.inf if budget is None else budget)
         return SamplingParams(**given, seed=seed, max_new_tokens=most, min_tokens=least, logprobs=self.num_top)
 
     @property
@@ -283,7 +286,9 @@ def counts_of(case: Case) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def observed(folder: Path) -> Iterator[Observed]:
-    with pytest.MonkeyPatch.context() as patch, serving(EchoEngine(folder)) as running:
+    engine: Any = EchoEngine(folder)
+    engine.limits_thinking = True
+    with pytest.MonkeyPatch.context() as patch, serving(engine) as running:
         for route in ("chat", "completions"):
             patch.setattr(f"shared.server.routes.{route}.time", SimpleNamespace(time=lambda: CREATED + 0.9))
         found = Observed(running)
@@ -308,6 +313,7 @@ COMMON: dict[str, list[Any]] = {
     "min_p": [None, 0.25], "repetition_penalty": [None, 1.5], "presence_penalty": [None, -2, 1],
     "frequency_penalty": [None, 0.5], "logit_bias": [None, {}, {"70": 1, "5": -3.5}], "min_tokens": [None, 0, 1, 2, 9],
     "stop": [None, [], "c", ["q", "b"], "日", "t"], "stop_token_ids": [None, [], [72], [0, 73.0]],
+    "thinking_budget": [None, 0, 3], "min_thinking_tokens": [None, 0, 1, 5],
     "seed": [None, 0, 7, 2**64 - 1], "ignore_eos": [None, False, True], "cache_salt": [None, "s"],
     "use_speculative_decoding": [None, False], "stream": [None, False, True],
     "stream_options": [None, *OPTIONS, OPTIONS[1] | OPTIONS[2]], "max_tokens": [1, 2, 3, 5, 7],
