@@ -155,14 +155,14 @@ def test_what_is_no_request_is_refused_like_any_other(
 def test_a_connection_too_many_is_told_so(patient: Running, caplog: pytest.LogCaptureFixture) -> None:
     wait_until(lambda: not patient.server.server_state.connections)  # of the tests before
     with caplog.at_level(logging.INFO, "infer"), contextlib.ExitStack() as open_connections:
-        first, *_ = [open_connections.enter_context(connected(patient, LIVE)) for _ in range(LIMITS["max_connections"])]
-        assert b"200 OK" in first.recv(4096)
+        taken = [open_connections.enter_context(connected(patient, LIVE)) for _ in range(LIMITS["max_connections"])]
+        assert all(b"200 OK" in each.recv(4096) for each in taken)
         with connected(patient) as another:
             answer = everything(another)
         assert refusal(answer) == (503, "too_many_connections")
         assert b"\r\nretry-after: 1\r\n" in answer
         assert "connection refused" in caplog.messages
-        first.close()
+        taken[0].close()
         wait_until(lambda: len(patient.server.server_state.connections) < LIMITS["max_connections"])
         with patient.client() as client:
             assert client.get("/health/live").status_code == 200

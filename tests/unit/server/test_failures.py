@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -107,6 +108,14 @@ def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monke
         assert len(events(other.result().text)) == 41
         wait_until(lambda: not engine.running)
         assert client.get("/debug/engine").json()["num_open_requests"] == 0
+
+
+def test_a_bug_in_a_whole_body_is_a_failure_of_the_server(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionFrames, "whole", lambda *_: 1 / 0)
+    failed = client.post("/v1/completions", json=completion(stream=False))
+    assert (failed.status_code, error_of(failed)["code"]) == (500, "internal_error")
 
 
 @pytest.mark.parametrize("is_named", [False, True])

@@ -48,6 +48,10 @@ def test_what_comes_back_is_what_would_be_compiled_here(process: GrammarProcess)
     assert child.nice() == min(19, os.nice(0) + 10)
     if hasattr(psutil, "RLIMIT_DATA"):  # Linux
         assert child.rlimit(psutil.RLIMIT_DATA) == (MOST_BYTES, MOST_BYTES)
+    child.send_signal(signal.SIGINT)  # as a terminal does; the server answers what it has accepted
+    for pattern in "ab":
+        process.compile(Grammar.regex(pattern), EVERY_BYTE)
+    assert process._process.pid == child.pid
 
 
 def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compiled(process: GrammarProcess) -> None:

@@ -6,9 +6,12 @@ import dataclasses
 import itertools
 import json
 import logging
+import queue
 import resource
+import signal
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +26,7 @@ from shared.cli.serve import _default_tokens, model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
-from shared.errors import ConfigError, QueueFullError, RequestError, UnknownSegmentError
+from shared.errors import ConfigError, QueueFullError, RankError, RequestError, UnknownSegmentError
 from shared.sampling.params import SamplingParams
 from shared.server import process
 from shared.server.answers.answer import Answer
@@ -36,6 +39,7 @@ from shared.server.engine.loop import (
     Answered,
     Ask,
     Crashed,
+    EngineLoop,
     Idle,
     NewRequest,
     Question,
@@ -54,6 +58,7 @@ from shared.server.routes.segments import context
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
 from shared.tracks.segments.inquiry import Blend, SegmentInfo, Use
+from tests.unit.server.echo import EchoEngine
 from tests.unit.server.exchange import events
 
 
@@ -66,6 +71,7 @@ from tests.unit.server.exchange import events
         **{f"max_{name}_bytes": [0, -1] for name in ("body", "head", "url")},
         **{name: [0] for name in ("body_timeout", "head_timeout", "send_timeout", "keep_alive")},
         "grace": [0, -1, float("inf"), float("nan")],
+        "root_path": ["llm", "/", "/llm/", "//llm", "/a b"],
         "retry_after": [0],
     }.items(),
 )
@@ -508,6 +514,67 @@ def test_several_segments_are_blended_as_soon_as_they_have_been_computed(
     assert asked == [(question, "chunks") for question in (*([Use(tuple(segments))] if segments else ()), *blends)]
 
 
+def run_loop(engine: EchoEngine, commands: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    """What the loop publishes for these commands, with the load and the number of requests, and when it would block.
+
+    None among the commands: there are no others now.
+    """
+    told, blocks, left = list[Any](), list[bool](), iter(commands)
+
+    def get(block: bool = True) -> Any:
+        blocks.append(block)
+        if (command := next(left)) is None:
+            raise queue.Empty
+        return command
+
+    def publish(event: Any, load: EngineLoad, num_added: int) -> None:
+        if isinstance(event, Stepped):
+            assert event.started <= event.ended
+            event = [(each.request_id, each.finish_reason) for each in event.outputs], event.prefilled
+        elif isinstance(event, Refused):
+            event = event.request_id, str(event.refusal)
+        told.append((event, load.num_running, load.num_waiting, num_added))
+
+    EngineLoop(engine, SimpleNamespace(get=get), publish).run()
+    return told, blocks
+
+
+def test_a_loop_publishes_what_follows_from_its_commands(folder: Path) -> None:
+    """A refusal and a bug are told apart; of requests of which one is refused none is added; it blocks without work."""
+    refusal, bug = UnknownSegmentError("There is no segment."), ZeroDivisionError("a bug")
+
+    def question(error: Exception | None) -> Any:
+        def answer(engine: EchoEngine) -> int:
+            if error is not None:
+                raise error
+            return 7
+
+        return SimpleNamespace(answer=answer)
+
+    a, b, c = (NewRequest(name, [70, 71], SamplingParams(max_new_tokens=2)) for name in "abc")
+    asked = [Ask(number, question(error)) for number, error in enumerate((None, refusal, bug))]
+    first, second, third = (Add((a, b)), *asked, None), (Abort("b"), Add((c, a)), None), (Abort("z"), None)
+    told, blocks = run_loop(EchoEngine(folder), [*first, *second, *third, Stop()])
+    assert told == [
+        (Answered(0, 7), 0, 2, 2),
+        (Answered(1, None, refusal=refusal), 0, 2, 2),
+        (Answered(2, None, "ZeroDivisionError: a bug"), 0, 2, 2),
+        (([("a", None), ("b", None)], ("a", "b")), 2, 0, 2),
+        (("a", "The id a is in use."), 1, 0, 4),
+        (([("a", FinishReason.LENGTH)], ()), 0, 0, 4),
+        (Idle(), 0, 0, 4),
+    ]
+    assert [number for number, block in enumerate(blocks) if block] == [
+        0,
+        len(first + second),
+        len(first + second + third),
+    ]
+    for error, crashed in ((RankError("Lost."), Crashed("Lost.", True)), (bug, Crashed("ZeroDivisionError: a bug"))):
+        engine = EchoEngine(folder)
+        engine.bug = error
+        assert run_loop(engine, first)[0][3:] == [(crashed, 0, 2, 2)], "the load is the last one that was known"
+
+
 @pytest.mark.parametrize("cause", ["disconnected", "shutting_down"])
 def test_a_response_that_is_left_aborts_its_answer_and_says_why(cause: str) -> None:
     async def run() -> None:
@@ -593,6 +660,7 @@ def test_an_address_that_cannot_be_bound_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 cannot be bound"):
             bind("127.0.0.1", port)
         assert first.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 512 * 1024
+        assert first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) > 0
     with pytest.raises(ConfigError, match=r"Port 80 of no\.\.host cannot be bound"):
         bind("no..host", 80)
 
@@ -604,6 +672,33 @@ def test_an_address_beyond_this_machine_is_exposed(host: str, expected: bool) ->
         assert address_of(bound) == "http://{}:{}".format(*bound.getsockname())
     ipv6: Any = SimpleNamespace(getsockname=lambda: ("::1", 80, 0, 0))
     assert (address_of(ipv6), is_exposed(ipv6)) == ("http://[::1]:80", False)
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "is_open"), [("0.0.0.0", None, 1), ("0.0.0.0", "k", 0), ("127.0.0.1", None, 0)]
+)
+def test_a_server_says_where_it_listens_and_whether_others_may_send_requests(
+    host: str, api_key: str | None, is_open: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has as many connections as descriptors; after it, a signal is handled as before."""
+    config, served, before = ServerConfig("m", api_key=api_key), list[Any](), signal.getsignal(signal.SIGTERM)
+    app: Any = SimpleNamespace(state=SimpleNamespace(client=SimpleNamespace(crash="Rank 1 is lost.")))
+    server = SimpleNamespace(has_lost_engine=False)
+    server.run = lambda sockets: served.append((sockets, signal.getsignal(signal.SIGTERM) is not before))
+    monkeypatch.setattr(process, "Server", lambda *given: served.append(given) or server)
+    monkeypatch.setattr(process, "_affordable", lambda wanted: wanted - 1)
+    monkeypatch.setattr(process, "gc", SimpleNamespace(collect=list, freeze=list))
+    monkeypatch.setattr(process, "sys", SimpleNamespace(setswitchinterval=served.append))
+    with bind(host, 0) as bound, caplog.at_level(logging.INFO, "infer"):
+        process.run(app, config, bound, model="m")
+        affordable = dataclasses.replace(config, max_connections=config.max_connections - 1)
+        assert served == [(app, affordable), process.SWITCH_INTERVAL, ([bound], True)]
+        fields = [record.__dict__["fields"] for record in caplog.records]
+        assert fields == [{}] * is_open + [{"url": address_of(bound), "model": "m"}]
+        server.has_lost_engine = True
+        with pytest.raises(RankError, match="Rank 1 is lost"):
+            process.run(app, config, bound)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_folder_is_served_by_its_own_name_however_it_is_given(

@@ -7,7 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.server.echo import ENDLESS, LIMIT, EchoEngine, endless, serving, unread
+from shared.server.http.middleware import handler_of
+from shared.server.metrics import HANDLERS
+from tests.unit.server.echo import ENDLESS, LIMIT, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import chat, completion, error_of, samples, thinking_first
 from tests.waiting import wait_until
 
@@ -55,6 +57,18 @@ def test_gauges_and_memory_show_which_requests_run_and_which_wait(folder: Path) 
         assert [holding["blocks"] for holding in memory["holdings"]] == [[0], [1]]
         assert [holding["request_id"] for holding in memory["holdings"]] == list(engine.running)
         assert (memory["num_free"], memory["num_waiting"], memory["num_preemptions"]) == (2, 3, 0)
+
+
+def test_each_route_has_its_label_in_the_metrics(echo: Running) -> None:
+    labels = {
+        "/v1/completions": "completions", "/v1/chat/completions": "chat_completions", "/v1/models": "models",
+        "/v1/models/{name:path}": "models", "/v1/segments": "segments", "/v1/segments/{segment_id}": "segments",
+        "/v1/chunks": "chunks", "/v1/chunks/{chunk_id}": "chunks", "/health": "health", "/health/live": "health",
+        "/health/ready": "health", "/metrics": "metrics", "/debug/engine": "debug", "/debug/memory": "memory",
+        "/": "page", "/page/{name}": "page",
+    }  # fmt: skip
+    assert {route.path: handler_of(route.path) for route in echo.app.state.routes} == labels
+    assert {*labels.values(), handler_of("/nowhere"), handler_of("/v1")} == {*HANDLERS}
 
 
 def test_preemptions_are_counted(folder: Path) -> None:
