@@ -21,7 +21,7 @@ from shared.server.http.json_text import MAX_KEYS, MAX_NESTING, MAX_VALUES, chec
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of
 
-VALUES: tuple[Any, ...] = (None, True, -1.5, "x", [{}], {"x": []})
+VALUES: tuple[Any, ...] = (None, True, 1.0, -1.5, 10**30, "1", "x", [{}], {"x": []})
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b", 1]}}, "required": ["a"]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}
 TEXT = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]

@@ -40,6 +40,14 @@ def test_openapi_describes_bodies_and_errors(client: httpx.Client) -> None:
     assert properties["seed"]["anyOf"][0]["maximum"] == 2**64 - 1
     assert properties["stop_token_ids"]["anyOf"][0]["items"]["maximum"] == VOCAB - 1
     assert properties["max_tokens"]["anyOf"][0]["maximum"] == LIMIT
+    assert [properties["prompt"]["anyOf"][kind]["maxItems"] for kind in (2, 3)] == [64, 64]
+    assert [properties[name]["anyOf"][0]["maximum"] for name in ("n", "logprobs", "presence_penalty")] == [16, 20, 2]
+    stop, stops = properties["stop"]["anyOf"][:2]
+    assert (stop["maxLength"], stops["maxItems"], properties["stop_token_ids"]["anyOf"][0]["maxItems"]) == (
+        256,
+        16,
+        128,
+    )
     chat = described["components"]["schemas"]["ChatRequest"]
     assert chat["properties"]["tool_choice"] == {"enum": ["none", "auto", None]}, "this engine has no grammars"
     assert described["components"]["schemas"]["RegisterRequest"]["properties"]["model"] == {"const": "echo"}
