@@ -14,6 +14,7 @@ import jsonschema_rs
 import pytest
 from pydantic import ValidationError
 
+from shared.server.bodies.fields import closed
 from shared.server.bodies.protocol import ChatRequest, CompletionRequest
 from shared.server.bodies.segment_fields import SEGMENTS_SCHEMA, RegisterRequest
 from shared.server.errors import ApiError
@@ -170,10 +171,14 @@ def at_limits(schemas: Schemas, value: Any) -> Iterator[Any]:
 
 
 def varied(body: Any, schemas: Schemas, known: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The body with each of its fields and items, at every depth, replaced; and the path of that.
+    """The body with each of its fields and items, at every depth, replaced or left out, or one more; and its path.
 
-    By each of VALUES, and by the values at the limits of their ``schemas``.
+    Replaced by each of VALUES, and by the values at the limits of their ``schemas``.
     """
+    if isinstance(body, dict):
+        yield f"{path}.odd".lstrip("."), body | {"odd": 1}
+        for name in body:
+            yield f"{path}.{name}".lstrip("."), {other: field for other, field in body.items() if other != name}
     inner = body.items() if isinstance(body, dict) else enumerate(body) if isinstance(body, list) else ()
     for name, field in inner:
         own = f"{path}.{name}" if path else str(name)
@@ -206,6 +211,7 @@ RELATED = {
     ("continue_final_message", "add_generation_prompt"),
     ("logprobs", "top_logprobs"),
     ("n", "best_of"),
+    ("response_format.json_schema", "response_format.schema"),
     *(("response_format.type", f"response_format.{name}") for name in ("json_schema", "pattern", "schema")),
     ("messages.2.tool_calls", "messages.3.tool_call_id"),
     ("messages.2.tool_calls.0.id", "messages.3.tool_call_id"),
@@ -298,10 +304,8 @@ def test_the_numbers_of_values_and_keys_are_bounded(body: bytes, one: bytes, mos
 
 def test_the_segments_of_a_chat_are_those_that_their_schema_allows() -> None:
     fields = {"segments": ["i", {"content": "a", "role": "user"}, {"content": "b"}]}
-    for _, changed in varied(fields, [{"properties": {"segments": SEGMENTS_SCHEMA}}], {}):
-        with (
-            contextlib.nullcontext()
-            if jsonschema_rs.is_valid(SEGMENTS_SCHEMA, changed["segments"])
-            else pytest.raises(ValidationError)
-        ):
+    schema = closed([], segments=SEGMENTS_SCHEMA)
+    for _, changed in varied(fields, [schema], {}):
+        refused = pytest.raises(ValidationError)
+        with contextlib.nullcontext() if jsonschema_rs.is_valid(schema, changed) else refused:
             ChatRequest.model_validate(chat(**changed))
