@@ -29,6 +29,8 @@ from shared.engine.config import EngineConfig
 from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson, lessons, newest_lesson
 from shared.server.settings import ServerConfig
+from shared.tracks.multi_token.adapter import AdapterConfig
+from shared.tracks.multi_token.training.distillation import TrainingConfig
 from tests.integration.infer_process import InferProcess
 from tests.waiting import PATIENCE
 
@@ -383,6 +385,29 @@ def test_options_of_a_server_reach_it(tiny: str, monkeypatch: pytest.MonkeyPatch
     assert infer("serve", tiny, "--port", "0").exit_code == 0
     assert found["run"] == ServerConfig(Path(tiny).name, sampling_defaults={"top_k": 5})
     assert found["load"][2:] == ("json", False)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_options_of_training_reach_it(is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that pauses prints no folder."""
+    found: list[Any] = []
+
+    def train(*given: Any, report: Callable[[str], None]) -> bool:
+        found.append(given)
+        report("step 1")
+        return is_done
+
+    monkeypatch.setattr("shared.tracks.multi_token.training.run.train_adapter", train)
+    given = "--masks 2 --rank 4 --alpha 8 --target qkv --steps 9 --minutes 1.5 --pause-after 2.5 --prompts 3 --batch 6"
+    given += " --length 16 --max-tokens 5 --rows 7 --anchors 11 --learning-rate 0.5 --measure-every 12 --seed 13"
+    given += " --dtype float32"
+    result = infer("train", "mtp", "m", "--out", tmp_path, *given.split())
+    assert (result.stdout, result.stderr) == (f"{tmp_path}\n" * is_done, "step 1\n")
+    shape, training = AdapterConfig(4, 8.0, ("qkv",), 2), TrainingConfig(9, 1.5, 7, 11, 0.5, 13, 12)
+    writing = {"num_prompts": 3, "length": 16, "max_new_tokens": 5, "seed": 13}
+    assert found == [("m", tmp_path, shape, training, writing, 6, "float32", "cpu", 2.5)]
+    assert infer("train", "mtp", "m", "--out", tmp_path).exit_code == 0
+    assert found[1][2:4] == (AdapterConfig(), TrainingConfig())
 
 
 # models, ladder, comparison, phases by themselves
