@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.segments import SegmentClient
 from shared.sampling.params import SamplingParams
 from shared.text.chat import ChatMessage, choose_template, encode_chat
 from shared.tracks.segments.llm import SegmentLLM
@@ -232,6 +233,33 @@ def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.C
     assert asked.stdout == chat(server, names, ignore_eos=False, recompute=0.5).choices[0].message.content + "\n"
     listed = infer("list", *where).stdout
     assert all(name in listed for name in names)
+
+
+def test_a_list_has_all_pages_and_each_fact_of_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [("a", 1_500_000, 0, "c"), ("b", 0, 12, "d"), ("c", 2_000_000_000, 3, None)]
+    asked: list[dict[str, Any]] = []
+
+    def call(client: Any, method: str, path: str, body: Any = None, **params: Any) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "m"}]}
+        name, num_bytes, num_users, last_id = pages[len(asked)]
+        asked.append(params)
+        segment = {
+            "id": name,
+            "role": f"role {name}",
+            "num_tokens": 1234,
+            "num_bytes": num_bytes,
+            "num_users": num_users,
+        }
+        return {"data": [segment], "last_id": last_id, "has_more": last_id is not None}
+
+    monkeypatch.setattr(SegmentClient, "call", call)
+    header, *rows = [line.split() for line in infer("list").stdout.splitlines() if "role " in line]
+    assert " ".join(header) == "id role tokens in the cache used by"
+    sizes = (["1.5", "MB"], ["no"], ["2,000.0", "MB"])
+    expected = zip(pages, sizes, strict=True)
+    assert rows == [[name, "role", name, "1,234", *size, str(users)] for (name, _, users, _), size in expected]
+    assert asked == [{"limit": 1000, **more} for more in ({}, {"after": "c"}, {"after": "d"})]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_models_and_health(folder: Path) -> None:
     engine = EchoEngine(folder)
     engine.pool.request_capacity = 300  # less than a sequence, whose length is a model's
     with serving(engine) as running, running.client() as client:
+        assert running.app.state.intake._compiler._process is None, "this engine has no grammars"
         models = client.get("/v1/models").json()
         (model,) = models["data"]
         assert client.get("/v1/models/echo").json() == model
