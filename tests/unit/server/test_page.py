@@ -48,7 +48,12 @@ def test_openapi_describes_bodies_and_errors(client: httpx.Client) -> None:
         16,
         128,
     )
-    chat = described["components"]["schemas"]["ChatRequest"]
+    schemas = described["components"]["schemas"]
+    assert {name for name, schema in schemas.items() if schema.get("additionalProperties") is False} == {
+        *(f"{kind}Request" for kind in ("Chat", "Completion", "Register")),
+        *("FunctionDefinition", "Prediction", "StreamOptions", "TemplateOptions", "ToolDefinition"),
+    }, "only messages and their calls may have other fields"
+    chat = schemas["ChatRequest"]
     assert chat["properties"]["tool_choice"] == {"enum": ["none", "auto", None]}, "this engine has no grammars"
     assert described["components"]["schemas"]["RegisterRequest"]["properties"]["model"] == {"const": "echo"}
     (pattern,) = properties["logit_bias"]["anyOf"][0]["patternProperties"]
