@@ -57,6 +57,7 @@ def test_the_log_has_paths_below_the_base_path(proxied: httpx.Client, caplog: py
 def test_a_page_of_another_site_is_let_in_by_its_origin(proxied: httpx.Client, client: httpx.Client) -> None:
     asked = proxied.options("/v1/chat/completions", headers=PREFLIGHT)
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN), "it needs no key"
+    assert asked.headers["access-control-allow-methods"] == "GET, POST, DELETE"
     refused = proxied.get("/v1/models", headers={"origin": ORIGIN})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN), "errors are read too"
     assert refused.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"

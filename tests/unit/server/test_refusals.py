@@ -1,7 +1,9 @@
 """Which values, prompts, bodies and keys are taken, and with which error the others are refused."""
 
+import itertools
 import json
 import re
+import select
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from shared.errors import QueueFullError, RequestError, UnknownSegmentError
 from shared.server import errors
+from shared.tracks.segments.inquiry import SegmentInfo
 from tests.unit.server.echo import ENDLESS, LIMIT, VOCAB, EchoEngine, connected, endless, everything, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
 from tests.waiting import wait_until
@@ -309,10 +312,16 @@ def test_a_body_is_bounded_announced_or_not(folder: Path) -> None:
 def test_a_body_that_does_not_come_is_given_up(folder: Path) -> None:
     with serving(EchoEngine(folder), body_timeout=0.3) as running:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        with connected(running, head + b"Content-Length: 50\r\n\r\n{") as connection:
-            answer = everything(connection)
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b'"code":"body_timeout"' in answer
+        for num_bytes in (0, 200):  # of a body that drips
+            with connected(running, head + b"Content-Length: 5000\r\n\r\n{") as connection:
+                num_sent = 0
+                while num_sent < num_bytes and not select.select([connection], [], [], 0.02)[0]:
+                    num_sent += 1
+                    connection.sendall(b" ")
+                answer = everything(connection)
+            assert num_sent < 200, "it has no more time"
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b'"code":"body_timeout"' in answer
 
 
 def test_an_api_key_guards_the_api_alone(folder: Path) -> None:
@@ -338,6 +347,7 @@ def test_an_engine_without_segments_says_which_phase_has_them(client: httpx.Clie
         (client.post("/v1/chat/completions", json={**chat, "segments": ["a"]}), "no_segments", "segments"),
         (client.get("/v1/chunks"), "no_chunks", None),  # the former name
         (client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}), "no_chunks", "chunks"),
+        *((client.get("/v1/segments", params={"limit": limit}), "no_segments", None) for limit in (1, 1000)),
     ):
         assert response.status_code == 422
         error = error_of(response)
@@ -347,7 +357,25 @@ def test_an_engine_without_segments_says_which_phase_has_them(client: httpx.Clie
         )
 
 
+def test_a_page_of_segments_has_one_to_a_thousand(client: httpx.Client) -> None:
+    for path, limit in itertools.product(("/v1/segments", "/v1/chunks"), (0, 1001)):
+        assert_refused(client.get(path, params={"limit": limit}), "limit", "than or equal to 1")
+
+
 @pytest.mark.parametrize(("field", "code"), [("segments", "segment_not_found"), ("chunks", "chunk_not_found")])
-def test_a_segment_that_is_deleted_before_its_chat_begins_is_missed_by_its_field(field: str, code: str) -> None:
-    error = errors.refusal_error(UnknownSegmentError("gone"), param="messages", retry_after=1, segment_field=field)
-    assert (error.status_code, error.code, error.param) == (404, code, field)
+def test_a_segment_that_is_deleted_before_its_chat_begins_is_missed_by_its_field(
+    field: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def context(*_: object) -> list[SegmentInfo]:
+        return [SegmentInfo("s", "user", 3, 0, 0)]
+
+    def refuse(*_: object, segment_ids: tuple[str, ...]) -> str:
+        raise UnknownSegmentError(f"There is no segment {segment_ids[0]}.")
+
+    monkeypatch.setattr("shared.server.routes.chat.chat_context", context)
+    engine: Any = EchoEngine(folder)
+    engine.add_request = refuse
+    with serving(engine) as running, running.client() as client:
+        response = client.post("/v1/chat/completions", json=chat(**{field: ["s"]}))
+    assert_refused(response, field, "There is no segment s.", 404)
+    assert error_of(response)["code"] == code

@@ -159,6 +159,7 @@ def test_the_chat_template_in_use_is_said_and_a_checkpoints_that_differs_refused
 def test_a_server_that_shuts_down_is_alive_and_not_ready(folder: Path) -> None:
     with serving(EchoEngine(folder)) as running, running.client() as client:
         running.app.state.intake.is_draining = True
-        found = client.get("/health")
-        assert (found.status_code, found.json()["status"], found.json()["ready"]) == (503, "shutting down", False)
+        for path in ("/health", "/health/ready"):
+            found = client.get(path)
+            assert (found.status_code, found.json()["status"], found.json()["ready"]) == (503, "shutting down", False)
         assert client.get("/health/live").status_code == 200
