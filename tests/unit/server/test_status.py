@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.errors import ModelFolderError
 from shared.server.http.middleware import handler_of
 from shared.server.metrics import HANDLERS
 from tests.unit.server.echo import ENDLESS, LIMIT, EchoEngine, Running, endless, serving, unread
@@ -154,6 +155,11 @@ def test_the_chat_template_in_use_is_said_and_a_checkpoints_that_differs_refused
         error = error_of(response)
         assert error["param"] == "model"
         assert all(told in error["message"] for told in ("builtin:llama3", "--chat-template checkpoint"))
+
+
+def test_a_template_that_is_asked_for_and_cannot_be_used_ends_the_start(folder: Path) -> None:
+    with pytest.raises(ModelFolderError), serving(EchoEngine(folder), chat_template="checkpoint"):
+        pass
 
 
 def test_a_server_that_shuts_down_is_alive_and_not_ready(folder: Path) -> None:
