@@ -113,11 +113,9 @@ def first_tokens(
 ) -> dict[str, dict[str, Any]]:
     """For each length: milliseconds to the first token, in the fastest trial, with the floor by operations."""
     engine, rows = engine_of(config, max_batch_size=1, max_seq_len=max(lengths) + 1), {}
-    head = 2 * work.config.vocab_size * work.config.hidden_size  # computed only for the last token
     for length in lengths:
         seconds = min(first_token(engine, prompts.draw(length)) for _ in range(TRIALS))
-        causal = sum(work.attention_flops(seen) for seen in range(1, length + 1))
-        floor = (length * (work.matmul_flops - head) + head + causal) / rate
+        floor = work.prompt_flops(length) / rate
         rows[f"{length:,}"] = {
             "ms": rounded(1e3 * seconds),
             "floor_ms": rounded(1e3 * floor),

@@ -6,6 +6,7 @@ rotations and softmaxes, are ignored, so that a floor remains a floor.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -102,7 +103,7 @@ class DecodeWork:
 
     def kv_bytes(self, context: int) -> int:
         """Keys and values that attention touches for one token; a windowed layer sees no more than its window."""
-        return self._seen(context) * self._layer_kv_bytes
+        return self._seen(context, self.config.windows) * self._layer_kv_bytes
 
     def mean_kv_bytes(self, first: int, last: int) -> float:
         """The mean of :meth:`kv_bytes` over contexts from ``first`` to ``last``, inclusive."""
@@ -116,7 +117,19 @@ class DecodeWork:
 
     def attention_flops(self, context: int) -> int:
         """FLOPs of scores and weighted sums, for one token: 4 · Hq · D for each token seen, in each layer."""
-        return 4 * self.config.num_heads * self.config.head_dim * self._seen(context)
+        return 4 * self.config.num_heads * self.config.head_dim * self._seen(context, self.config.windows)
+
+    def prompt_flops(self, length: int) -> int:
+        """FLOPs until the first token of a prompt. In the last layer, tokens before the last need only keys and values,
+        and the head multiplies only the last.
+        """
+        config, inner, last = self.config, self.config.windows[:-1], self.config.windows[-1:]
+        layer = 2 * (self.parameters["attention projections"] + self.parameters["MLP projections"]) // config.num_layers
+        keys_and_values = 4 * config.hidden_size * config.num_kv_heads * config.head_dim  # of one token, in one layer
+        head = 2 * config.vocab_size * config.hidden_size
+        products = length * (len(inner) * layer + keys_and_values) + layer - keys_and_values + head
+        seen = sum(self._seen(tokens, inner) for tokens in range(1, length + 1)) + self._seen(length, last)
+        return products + 4 * config.num_heads * config.head_dim * seen
 
     def flops(self, context: int, batch: int = 1) -> int:
         """FLOPs of a step: the batch shares no arithmetic."""
@@ -140,9 +153,9 @@ class DecodeWork:
             return None
         return max(1, math.floor(self.weight_bytes / bandwidth / per_sequence) + 1)
 
-    def _seen(self, context: int) -> int:
-        """Tokens, summed over the layers."""
-        return sum(context if window is None else min(context, window) for window in self.config.windows)
+    def _seen(self, context: int, windows: Sequence[int | None]) -> int:
+        """Tokens, summed over layers with these windows."""
+        return sum(context if window is None else min(context, window) for window in windows)
 
     @property
     def _layer_kv_bytes(self) -> int:

@@ -22,8 +22,12 @@ from benchmarks.segment_questions import PAGES, QUESTIONS, short_answer
 from benchmarks.setup import Setup
 from benchmarks.timing import in_turns
 from benchmarks.view import View, percent, table_of
+from shared.engine.batch import Batch
+from shared.engine.runner import Launched, Observer
+from shared.engine.sampling.sampler import SamplerOutput
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
+from shared.sampling.sampler import SamplingRow
 
 ANSWER = SamplingParams(temperature=0.0, max_new_tokens=10)
 BLOCK = 16
@@ -32,18 +36,17 @@ BLENDED = 0.15  # for the answers: the fraction that CacheBlend recommends
 ANSWER_LENGTH = 128  # tokens of a document
 
 
-class Recorder:
-    """A model that keeps the hidden states of its last forward."""
+class LastHidden(Observer):
+    """Keeps the hidden states of the last forward's tokens, until the next forward."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def begin(self) -> None:
+        pass
 
-    def __call__(self, tokens: Any, kv: Any) -> torch.Tensor:
-        self.hidden: torch.Tensor = self.model(tokens, kv)
-        return self.hidden
+    def computed(self, batch: Batch, hidden: torch.Tensor) -> None:
+        self.hidden = hidden[: batch.num_tokens]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+    def sampled(self, launched: Launched, rows: Sequence[SamplingRow], output: SamplerOutput) -> None:
+        pass
 
 
 def make_engines(setup: Setup, num_tokens: int) -> dict[str, Any]:
@@ -55,10 +58,7 @@ def make_engines(setup: Setup, num_tokens: int) -> dict[str, Any]:
         prefill_chunk_size=num_tokens,
         use_prefix_caching=False,
     )
-    engines = {phase: find_lesson(phase).engine(config) for phase in ("09", "09.1")}
-    for engine in engines.values():
-        engine.runner.model = Recorder(engine.model)
-    return engines
+    return {phase: find_lesson(phase).engine(config) for phase in ("09", "09.1")}
 
 
 def documents(tokenizer: Any, count: int, length: int) -> list[list[int]]:
@@ -71,7 +71,7 @@ def documents(tokenizer: Any, count: int, length: int) -> list[list[int]]:
 @torch.inference_mode()
 def last_logits(engine: Any, count: int) -> torch.Tensor:
     """Log-probabilities ``[count, V]`` after the last tokens of the last forward."""
-    logits: torch.Tensor = engine.model.logits(engine.runner.model.hidden[-count:])
+    logits: torch.Tensor = engine.model.logits(engine.runner.observers[0].hidden[-count:])
     return logits.float().log_softmax(-1)
 
 
@@ -109,6 +109,8 @@ def distances(
     distance from concatenation, and the seconds that recomputing takes. The text continues the last document.
     """
     plain, reusing = engines["09"], engines["09.1"]
+    for engine in engines.values():
+        engine.runner.observers = [LastHidden()]
     texts: dict[float | None, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in fractions}
     seconds: dict[float | None, list[float]] = {fraction: [] for fraction in fractions}
     for last in range(0, 16, 4):

@@ -75,10 +75,10 @@ def raise_for(engine: Any, token_id: int) -> None:
     """From now on, a forward of this token raises."""
     forward = engine.model.forward
 
-    def raising(step: Any, kv: Any) -> torch.Tensor:
+    def raising(step: Any, *memory: Any) -> torch.Tensor:
         if token_id in step.ids.tolist():
             raise RuntimeError("injected")
-        result: torch.Tensor = forward(step, kv)
+        result: torch.Tensor = forward(step, *memory)
         return result
 
     engine.model.forward = raising

@@ -168,7 +168,9 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(model_folder: Path, b
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
     with torch.inference_mode():
         view = UncachedView([len(sequence) for sequence in sequences], backend)
-        together = model.logits(model(Tokens(torch.tensor(ids), positions), view))
+        tokens, last = Tokens(torch.tensor(ids), positions), torch.tensor([4, 5, 21, 47])
+        together = model.logits(model(tokens, view))
+        ends = model.logits(model(tokens, view, rows=last))
     alone = torch.cat([Engine(str(model_folder), attention_backend=backend).forward(s) for s in sequences])
     assert_rows_close(
         together,
@@ -178,6 +180,8 @@ def test_a_ragged_batch_gives_each_sequence_its_own_logits(model_folder: Path, b
         ("token", "vocabulary"),
     )
     assert_equal(together.argmax(-1), alone.argmax(-1), "most likely token", ("token",))
+    most, axes = THRESHOLDS[torch.float32].logits, ("sequence", "vocabulary")
+    assert_rows_close(ends, alone[last], most, "logits of the last tokens alone, which rows names", axes)
 
 
 @pytest.mark.from_empty("llama")

@@ -243,9 +243,9 @@ def fail_where(engine: Engine, is_culprit: Callable[[list[int]], bool], error: E
     """Make the model raise in forwards whose ids match ``is_culprit``; returns the number of tokens of each forward."""
     forward, sizes = engine.model.forward, []
 
-    def failing(tokens: Any, kv: Any) -> torch.Tensor:
+    def failing(tokens: Any, *memory: Any) -> torch.Tensor:
         sizes.append(len(tokens.ids))
-        hidden = forward(tokens, kv)
+        hidden = forward(tokens, *memory)
         if is_culprit(tokens.ids.tolist()):
             raise error
         return hidden

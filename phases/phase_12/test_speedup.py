@@ -52,7 +52,7 @@ def calls_of_a_step(folder: Path, num_sequences: int, grammar: Grammar | None) -
             engine.add_request([n + 5] * 6, params)
         for _ in range(4):
             engine.step()
-        engine.runner.executor = lambda batch, inputs: (logits, logits[: len(batch)])
+        engine.runner.executor = lambda batch, *_: (logits, logits[: len(batch)])
         for _ in range(16):
             counted_calls(engine.step, calls)
     assert len(engine.last_step.decoded) == num_sequences

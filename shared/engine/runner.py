@@ -23,6 +23,7 @@ from shared.engine.executor.eager import Eager, Executor, Ids, no_logits
 from shared.engine.executor.isolation import run_isolated
 from shared.engine.executor.one_rank import Ranks
 from shared.engine.sampling.sampler import Draws, PromptDraws, Sampler, SamplerOutput
+from shared.errors import ConfigError
 from shared.models.causal_lm import CausalLM
 from shared.sampling.logprobs import top_logprobs
 from shared.sampling.sampler import SamplingRow
@@ -70,6 +71,7 @@ class Runner:
         last_ids: makes the table of ids that only the device knows, from the maximum numbers of sequences and of ids
             per sequence.
         ranks: the ranks that compute each batch.
+        observers: not with several ranks: raises ConfigError.
     """
 
     def __init__(
@@ -85,6 +87,10 @@ class Runner:
         ranks: Ranks | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        if observers and ranks is not None and not ranks.can_observe:
+            raise ConfigError(
+                "The runner has observers, and several ranks compute its model; observe a model of one rank."
+            )
         self.model = model
         self.view = view
         self.most_logit_rows = most_logit_rows
@@ -153,7 +159,8 @@ class Runner:
         prompts."""
         inputs = self.view.load(batch)
         self.ranks.begin(batch, self.last_ids.tensor)
-        hidden, logits = self.executor(batch, inputs)
+        needs_hidden = bool(self.observers) or batch.prompt_rows is not None
+        hidden, logits = self.executor(batch, inputs, needs_hidden)
         for observer in self.observers:
             observer.computed(batch, hidden)
         logits = self.ranks.logits(batch, logits)

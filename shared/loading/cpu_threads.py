@@ -121,9 +121,9 @@ class CpuThreads:
         self.began = time.perf_counter()
 
     def end(self, model: nn.Module, arguments: tuple[Any, ...], hidden: torch.Tensor) -> None:
-        """After a forward, of ``[T, H]`` hidden states."""
+        """After a forward, whose first argument is its tokens; they may be more than the rows of ``hidden``."""
         if not self.fixed:
-            self.choice.observe(len(hidden), time.perf_counter() - self.began)
+            self.choice.observe(len(arguments[0].ids), time.perf_counter() - self.began)
 
 
 def most_threads() -> int:

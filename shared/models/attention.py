@@ -61,13 +61,19 @@ class Attention(nn.Module):
         x: torch.Tensor,
         tokens: Tokens,
         kv: KVView,
+        rows: torch.Tensor | None = None,
         norm: RMSNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``residual + attention(norm(x))``: ``[T, H]`` to ``[T, H]``; both may be absent, the residual overwritten."""
+        """``residual + attention(norm(x))``: ``[T, H]`` to ``[T, H]``; both may be absent, the residual overwritten.
+
+        Args:
+            rows: int64 ``[n]``, the tokens whose outputs are needed; the result and ``residual`` are then ``[n, H]``.
+        """
         q, k, v = self.qkv.heads(x, self.head_dim, norm, tokens.gate)  # [T, Hq, D], [T, Hkv, D] twice
         q = kv.write(self.layer, q, k, v, tokens.positions, self.qk)
         out = kv.attend(self.layer, q, scale=self.scale, window=self.window, softcap=self.softcap)
-        return self.o_proj(out.flatten(1), residual=residual, gate=tokens.gate)
+        out = out.flatten(1) if rows is None else out.flatten(1)[rows]
+        return self.o_proj(out, residual=residual, gate=tokens.with_gates_of(rows).gate)
 
     __call__ = forward  # skips nn.Module's hooks, which cost as much as an operation

@@ -55,14 +55,23 @@ class CausalLM(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, family.norm_offset)
         self.head = Projection(config.hidden_size, config.vocab_size)
 
-    def forward(self, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        """Hidden states ``[T, H]`` of the step's tokens, before the final norm."""
+    def forward(self, tokens: Tokens, kv: KVView, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of the step's tokens before the final norm, ``[T, H]``, or ``[n, H]`` of the tokens in rows.
+
+        No layer reads what the last one computes, so after its attention only these tokens are computed (phase 4).
+        The idea is llama.cpp's.
+
+        Args:
+            rows: int64 ``[n]``, at least one; None: all.
+        """
         # exercise 01bx1: run the step's tokens through the embedding and every block
         # hint: a block takes the hidden states, the tokens and the view, and returns hidden states
+        # hint: the last block also takes rows, and returns the hidden states of these tokens
+        *others, last = self.blocks
         x = self.embedding(tokens.ids)
-        for block in self.blocks:
+        for block in others:
             x = block(x, tokens, kv)
-        return x
+        return last(x, tokens, kv, rows)
         # end exercise
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

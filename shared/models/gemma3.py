@@ -32,7 +32,7 @@ CONFIG_DEFAULTS = {
 
 
 class Gemma3Block(nn.Module):
-    """One layer: x ``[T, H]`` to x ``[T, H]``."""
+    """One layer: x ``[T, H]`` to x ``[T, H]``, or to ``[n, H]`` if only the tokens in rows ``[n]`` are needed."""
 
     def __init__(self, config: ModelConfig, layer: int, table: torch.Tensor) -> None:
         super().__init__()
@@ -45,7 +45,8 @@ class Gemma3Block(nn.Module):
         self.mlp = GatedMLP(config)
         self.post_mlp_norm = RMSNorm(H, eps, offset=1.0)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        y = self.attention(x, tokens, kv, norm=self.attention_norm)
+    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView, rows: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.attention(x, tokens, kv, rows, norm=self.attention_norm)
+        x = x if rows is None else x[rows]
         h, x = self.mlp_norm.after(self.post_attention_norm, y, residual=x)  # x + post_attention_norm(y), and its norm
-        return self.post_mlp_norm(self.mlp(h, tokens), residual=x)
+        return self.post_mlp_norm(self.mlp(h, tokens.with_gates_of(rows)), residual=x)

@@ -28,7 +28,7 @@ CONFIG_DEFAULTS = {"hidden_act": "silu", "rope_theta": 10_000.0, "tie_word_embed
 
 
 class LlamaBlock(nn.Module):
-    """One layer: x ``[T, H]`` to x ``[T, H]``."""
+    """One layer: x ``[T, H]`` to x ``[T, H]``, or to ``[n, H]`` if only the tokens in rows ``[n]`` are needed."""
 
     def __init__(self, config: ModelConfig, layer: int, table: torch.Tensor) -> None:
         super().__init__()
@@ -37,6 +37,6 @@ class LlamaBlock(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView) -> torch.Tensor:
-        x = self.attention(x, tokens, kv, norm=self.attention_norm, residual=x)
-        return self.mlp(x, tokens, norm=self.mlp_norm, residual=x)
+    def forward(self, x: torch.Tensor, tokens: Tokens, kv: KVView, rows: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.attention(x, tokens, kv, rows, norm=self.attention_norm, residual=x if rows is None else x[rows])
+        return self.mlp(x, tokens.with_gates_of(rows), norm=self.mlp_norm, residual=x)

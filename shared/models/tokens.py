@@ -4,8 +4,8 @@ A step is a ragged batch: the new tokens of all its sequences laid end to end, w
 has no other information about the step; only the KV view knows which token belongs to which sequence.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 
@@ -21,6 +21,11 @@ class Tokens:
     ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     gate: torch.Tensor | None = None  # [T]
+
+    def with_gates_of(self, rows: torch.Tensor | None) -> Self:
+        """The tokens with the gates of those in ``rows``, int64 ``[n]``; None: of all. After attention, layers read
+        nothing else of them."""
+        return self if rows is None or self.gate is None else replace(self, gate=self.gate[rows])
 
 
 class QueryKeyTransform(Protocol):

@@ -13,7 +13,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from typer.testing import CliRunner
 
-from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs, speculation
+from benchmarks import bench_generation, contexts, ladder, profile_generation, prompts, rungs, segments, speculation
 from benchmarks.bench_generation import GenerationSize, limit_bytes, measure_generation
 from benchmarks.contenders import load_engine, load_transformers
 from benchmarks.hardware import Ceilings
@@ -308,6 +308,15 @@ def test_a_command_writes_what_it_shows(command, name, cited, folder, tmp_path, 
             assert any(event.get("name") == "aten::embedding" for event in json.load(file)["traceEvents"])
 
 
+def test_segments_that_are_computed_again_are_as_if_concatenated(folder: Path) -> None:
+    engines = segments.make_engines(Setup(str(folder)), 256)
+    pieces = [[5 + (7 * n + 3 * token) % 90 for token in range(28)] for n in range(16)]
+    found = segments.distances(engines, pieces, 3, 16, [None, 1.0])
+    assert found[1.0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert found[1.0]["agreement"] == 1
+    assert found[None]["kl"] > 1e-5
+
+
 def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_path, monkeypatch) -> None:
     """Weights are made when they are read, for this test alone. A chunk's size is counted from the steps that ran."""
     monkeypatch.setattr(checkpoint, "safe_open", checkpoint.safe_open)
@@ -325,11 +334,8 @@ def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_p
     assert [*results["first_token"]] == ["8", "16"], "a length that the model does not hold is left out"
     assert [*results["decoding"]] == ["1", "3"]
     assert {name: row["tokens_of_a_chunk"] for name, row in results["beside"].items()} == {"by default": 32, "8": 8}
-    shape = parse_config(SHAPES["tiny-llama"], "tiny-llama")
-    H, L = shape.hidden_size, shape.num_layers
-    weights = L * H * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.intermediate_size)
-    causal = 4 * shape.num_heads * shape.head_dim * L * sum(range(1, 9))
-    floor = (2 * 8 * weights + 2 * shape.vocab_size * H + causal) / CEILINGS.matmul_flops_per_second
+    work = DecodeWork(parse_config(SHAPES["tiny-llama"], "tiny-llama"), torch.float32)
+    floor = work.prompt_flops(8) / CEILINGS.matmul_flops_per_second
     assert results["first_token"]["8"]["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
     paths = write_report(report, tmp_path, view=prompts.view(report))
     assert "16" in paths[1].read_text(encoding="utf-8")

@@ -172,10 +172,10 @@ def test_what_went_wrong_is_marked_and_told(browser: Any, model: str, tmp_path: 
     engine = find_lesson("05").engine(config)
     forward = engine.model.forward
 
-    def failing(tokens: Any, kv: Any) -> Any:
+    def failing(tokens: Any, *memory: Any) -> Any:
         if 400 in tokens.ids.tolist():
             raise RuntimeError("injected")
-        return forward(tokens, kv)
+        return forward(tokens, *memory)
 
     engine.model.forward = failing
     recorder = Recorder(engine)

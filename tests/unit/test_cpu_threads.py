@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from shared.cache.view.uncached import UncachedView
 from shared.loading.cpu_threads import MOST_PATIENCE, TRIAL_SHARE, CpuThreads, ThreadChoice, fixed_threads, most_threads
 from shared.loading.loader import load_model
+from shared.models.tokens import Tokens
 
 Machine = Callable[[int], float]  # seconds of a forward on so many threads
 
@@ -99,6 +101,9 @@ def test_forwards_that_grow_by_a_token_each_find_their_threads(machine: Machine,
     assert used[5:].count(threads) >= 64
 
 
+ONE = Tokens(torch.zeros(1), torch.zeros(1))
+
+
 @pytest.fixture
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     """PyTorch's number of threads and the state of the process, as they were afterwards."""
@@ -115,8 +120,9 @@ def test_a_number_that_a_caller_sets_is_the_most(own_threads: None) -> None:
     model, one, two = torch.nn.Identity(), CpuThreads(), CpuThreads()
 
     def used(threads: CpuThreads, tokens: int = 1) -> int:
-        threads.begin(model, ())
-        threads.end(model, (), torch.empty(tokens, 1))
+        arguments = (Tokens(torch.zeros(tokens), torch.zeros(tokens)),)
+        threads.begin(model, arguments)
+        threads.end(model, arguments, torch.empty(1, 1))
         return torch.get_num_threads()
 
     torch.set_num_threads(2)
@@ -132,12 +138,22 @@ def test_a_number_that_a_caller_sets_is_the_most(own_threads: None) -> None:
     assert (used(one), used(two)) == (3, 3)
 
 
+def test_a_forward_counts_all_its_tokens(own_threads: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is no decode step, although only its last token's hidden states are needed."""
+    observed: list[int] = []
+    monkeypatch.setattr(ThreadChoice, "observe", lambda self, num_tokens, seconds: observed.append(num_tokens))
+    model, ids = load_model(folder), torch.arange(9)
+    for rows in (None, torch.tensor([8])):
+        model(Tokens(ids, ids), UncachedView([9]), rows)
+    assert observed == [9, 9]
+
+
 def test_models_that_are_compared_have_one_number(own_threads: None) -> None:
     model, threads = torch.nn.Identity(), CpuThreads()
 
     def used() -> int:
-        threads.begin(model, ())
-        threads.end(model, (), torch.empty(1, 1))
+        threads.begin(model, (ONE,))
+        threads.end(model, (ONE,), torch.empty(1, 1))
         return torch.get_num_threads()
 
     torch.set_num_threads(3)
@@ -158,7 +174,7 @@ def test_a_new_thread_begins_with_the_number_that_was_set_last(
     model, two, one, late = torch.nn.Identity(), CpuThreads(), CpuThreads(), CpuThreads()
 
     def used(threads: CpuThreads) -> int:
-        threads.begin(model, ())
+        threads.begin(model, (ONE,))
         return torch.get_num_threads()
 
     torch.set_num_threads(2)

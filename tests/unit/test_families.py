@@ -99,6 +99,10 @@ def test_logits_are_those_of_transformers(folders: dict[str, Path], name: str) -
     model = load_model(folders[name])
     for form in (lambda plain: plain, fuse):
         torch.testing.assert_close(logits(form(model)), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+    tokens, rows = Tokens(torch.arange(7) * 5 + 3, torch.arange(7)), torch.tensor([6, 2])
+    with torch.inference_mode():
+        found = model.logits(model(tokens, UncachedView([7], "naive"), rows))
+    torch.testing.assert_close(found, expected[rows], rtol=0, atol=2e-5 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", CONFIGS)

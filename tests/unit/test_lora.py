@@ -87,6 +87,21 @@ def test_tokens_with_a_closed_gate_have_the_bits_of_the_base(model_folder: Path,
     assert not torch.isclose(found[6:], expected[6:], rtol=1e-3).all(1).any()
 
 
+@pytest.mark.parametrize("form", ["plain", "fused", "int8"])
+def test_the_last_block_computes_the_needed_tokens(model_folder: Path, form: str) -> None:
+    """Each token has its own residual and gate."""
+    model = load_model(model_folder, quantize=quantizer("int8" if form == "int8" else None, False))
+    if form != "plain":
+        adapter = random_adapter(fuse(model))
+        adapt(model, adapter.additions(), adapter.masks)
+    gate = torch.tensor([0.0, 1, 1, 0, 1, 0, 0, 1, 0])
+    for rows in ([8], [0], [7, 2, 4], [3, 3]):
+        at = torch.tensor(rows)
+        with torch.inference_mode():
+            found = model(Tokens(IDS, torch.arange(9), gate), UncachedView([9]), at)
+        torch.testing.assert_close(found, hidden(model, gate)[at], rtol=1e-4, atol=1e-5)
+
+
 def test_every_target_matters_and_only_the_chosen_ones_are_there(tiny_checkpoints: dict[str, Path]) -> None:
     base = fuse(load_model(tiny_checkpoints["gemma3_text"]))
     expected, outputs = hidden(base), []

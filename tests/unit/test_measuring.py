@@ -264,6 +264,18 @@ def test_llama_by_hand() -> None:
     assert many.tokens_per_second == pytest.approx(100 / many.seconds)
 
 
+def test_a_prompt_by_hand() -> None:
+    """In the last layer, tokens before the last need keys and values alone; one with a window sees no more than it."""
+    llama, layer, kv = work("llama-3.2-1b"), 10_485_760 + 50_331_648, 2 * 2048 * 512
+    products = 100 * (15 * layer + kv) + layer - kv + 262_668_288
+    assert llama.prompt_flops(100) == 2 * products + 4 * 32 * 64 * (15 * 5050 + 100)
+    assert llama.prompt_flops(1) == llama.flops(1)
+    gemma = work("gemma-3-1b", num_hidden_layers=2, sliding_window=16, sliding_window_pattern=2)
+    gained = gemma.prompt_flops(101) - gemma.prompt_flops(100)
+    layer, kv = (gemma.matmul_flops // 2 - gemma.config.vocab_size * gemma.config.hidden_size) // 2, 2 * 1152 * 256
+    assert gained == 2 * (layer + kv) + 4 * 4 * 256 * (16 + 1)
+
+
 def test_blocks_of_fewer_bits_by_hand() -> None:
     qwen, blocks = work("qwen3-8b"), 6_945_767_424  # parameters of the matrices
     for bits in (8, 4.125):

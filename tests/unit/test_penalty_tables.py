@@ -54,8 +54,8 @@ class Model:
     device, dtype, config = torch.device("cpu"), torch.float32, SimpleNamespace(vocab_size=VOCABULARY)
     table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
 
-    def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
-        return tokens.ids
+    def __call__(self, tokens: Tokens, kv: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+        return tokens.ids if rows is None else tokens.ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.table[hidden]

@@ -27,7 +27,7 @@ from shared.engine.executor.eager import Eager
 from shared.engine.executor.last_ids import LastIds
 from shared.engine.request import Request
 from shared.engine.runner import Runner
-from shared.errors import RankError
+from shared.errors import ConfigError, RankError
 from shared.grammar.grammar import Grammar
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
@@ -145,10 +145,11 @@ class Part(Successor):
         super().__init__()
         self.ranks, self.part = ranks, Shard(ranks.rank, ranks.size).part(VOCABULARY)
 
-    def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
+    def __call__(self, tokens: Tokens, kv: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
         self.seen.append(tokens.ids.tolist())
         own = tokens.ids * ((tokens.ids >= self.part.start) & (tokens.ids < self.part.stop))
-        return self.ranks.all_sum(own.float()).long()
+        ids = self.ranks.all_sum(own.float()).long()
+        return ids if rows is None else ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().logits(hidden)[:, self.part.start : self.part.stop]
@@ -211,6 +212,13 @@ def test_ranks_follow_the_steps_of_rank_0(captures: bool, size: int) -> None:
     assert found == [(expected, plain.num_replays), *[([], plain.num_replays)] * (size - 1)]
     assert (plain.num_replays > 0) is captures
     assert all(ids == seen[0] for ids in seen.values())
+
+
+def test_a_model_of_several_ranks_is_not_observed() -> None:
+    """Other ranks would not compute the hidden states that an observer needs."""
+    several = SeveralRanks(VOCABULARY, Collectives(local_store(), 0, 1, torch.device("cpu")))
+    with pytest.raises(ConfigError, match="several ranks compute its model"):
+        Runner(Successor(), Fixed(), 4, ranks=several, observers=[SimpleNamespace()])  # type: ignore[arg-type, list-item]
 
 
 def test_a_group_of_one_rank_watches_none() -> None:

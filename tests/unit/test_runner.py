@@ -1,18 +1,23 @@
 """The runner: forwards and sampling of a batch, ids that stay on the device, failures that stay with their sequence."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from phases.phase_07.engine import Engine
 from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.cache.view.interface import StepInputs, step_arrays
 from shared.engine.batch import Batch
+from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.engine.runner import MakeRunner, Runner
 from shared.engine.sampling.sampler import SampledTokens
+from shared.models.mlp import GatedMLP
 from shared.models.tokens import Tokens
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule, Scheduled
@@ -30,11 +35,11 @@ class Successor:
         self.seen: list[list[int]] = []
         self.failing: set[int] = set()
 
-    def __call__(self, tokens: Tokens, kv: Any) -> torch.Tensor:
+    def __call__(self, tokens: Tokens, kv: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
         self.seen.append(tokens.ids.tolist())
         if self.failing & {*self.seen[-1]}:
             raise RuntimeError("injected")
-        return tokens.ids
+        return tokens.ids if rows is None else tokens.ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert len(hidden), "logits of no rows are not computed"
@@ -104,3 +109,36 @@ def test_a_row_that_cannot_be_drawn_fails_alone(culprits: list[int]) -> None:
         lost = {*culprits, *([0] if failing else [])}
         assert sampled.token_ids == [10 * (n + 1) + 1 for n in (2, 0, 3, 1) if n not in lost]
         assert sorted(sampled.errors) == [place for place, n in enumerate((2, 0, 3, 1)) if n in lost]
+
+
+def test_the_rest_of_the_last_layer_computes_only_sampled_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens do if a prompt is scored; a step that samples none keeps one."""
+    computed: list[int] = []
+    run = GatedMLP.forward
+
+    def counted(self: GatedMLP, x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+        computed.append(len(x))
+        return run(self, x, *arguments, **named)
+
+    monkeypatch.setattr(GatedMLP, "__call__", counted)
+    engine = Engine(EngineConfig(str(folder), max_batch_size=4, prefill_chunk_size=4))
+    num_layers = len(engine.model.blocks)
+
+    def step() -> tuple[int, int]:
+        """The tokens of every block but the last, and of the last."""
+        computed.clear()
+        engine.step()
+        *others, last = computed
+        assert others == others[:1] * (num_layers - 1)
+        return others[0], last
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=4, ignore_eos=True)
+    engine.add_request(list(range(3, 13)), params)
+    assert [step() for _ in range(3)] == [(4, 1), (4, 1), (2, 1)]
+    engine.add_request([8, 9], params)
+    engine.add_request([7, 5, 6, 4, 3], params)
+    assert [step() for _ in range(2)] == [(1 + 2 + 4, 2), (3, 3)]
+    while engine.has_work():
+        engine.step()
+    engine.add_request([5, 6, 7], replace(params, prompt_logprobs=0))
+    assert step() == (3, 3)

@@ -74,11 +74,11 @@ class Captured:
                 ) from error
             logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)
 
-    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`shared.engine.executor.eager.Executor`."""
         bucket = self.view.bucket
         if bucket is None:
-            return self.eager(batch, inputs)
+            return self.eager(batch, inputs, needs_hidden)
         captured = self.graphs.get(bucket)
         if captured is None:
             hidden, logits = self._run(inputs, bucket)

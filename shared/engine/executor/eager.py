@@ -40,8 +40,9 @@ class Executor(Protocol):
     recorder: Recorder  # the sampler may be given its logits
     num_replays: int
 
-    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``."""
+    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``. Without ``needs_hidden``, the hidden states may be
+        those of fewer tokens, and must not be read."""
         ...
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
@@ -60,12 +61,17 @@ class Eager:
     def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids) -> None:
         self.model, self.view, self.last_ids = model, view, last_ids
         self.recorder: Recorder = launch_draw
+        self.first_row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
-    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Executor`."""
         self.last_ids.fill(batch, inputs.tokens.ids)
-        hidden = self.model(inputs.tokens, self.view)
-        return hidden, logits_of(self.model, batch, inputs, hidden)
+        n = len(batch.logit_rows)
+        if needs_hidden or n == batch.num_tokens:
+            hidden = self.model(inputs.tokens, self.view)
+            return hidden, logits_of(self.model, batch, inputs, hidden)
+        hidden = self.model(inputs.tokens, self.view, inputs.logit_rows if n else self.first_row)
+        return hidden, self.model.logits(hidden) if n else no_logits(self.model)
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
         """See :class:`Executor`."""

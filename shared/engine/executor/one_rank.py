@@ -20,6 +20,7 @@ class Ranks:
     """The steps of a runner that involve its model's other ranks; here there are none."""
 
     can_repeat = True  # whether a step can be advanced without a new batch
+    can_observe = True  # whether a runner may have observers, which need the hidden states of all tokens
 
     def run(self, run: Callable[[range], R], sequences: range) -> Iterator[tuple[range, R | Exception]]:
         """Run a forward of the sequences of a batch; see :func:`shared.engine.executor.isolation.run_isolated`."""

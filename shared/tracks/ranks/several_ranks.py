@@ -40,6 +40,7 @@ class SeveralRanks(Ranks):
     """
 
     can_repeat = False  # other ranks learn of a step only through a batch
+    can_observe = False  # nor do they learn that rank 0 needs the hidden states of all tokens
 
     def __init__(
         self,
