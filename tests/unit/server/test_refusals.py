@@ -69,6 +69,8 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
        f"segments holds {shown}; give the id of a segment, or an object with content.")
       for one, shown in ((5, "5"), ("", "''"), ("x" * 81, f"'{'x' * 59}..."))),
     (chat(segments=[{"content": ""}]), "segments", f"segments holds {{'content': ''}}; content {EMPTY}"),
+    (chat(segments=[{"content": "a", "role": ""}]), "segments",
+     "segments holds {'content': 'a', 'role': ''}; role: string should have at least 1 character."),
     (chat(segments=5), "segments", "segments is 5; it must be a list of ids and of objects with content."),
     (said("robot"), "messages.0.role", "role is 'robot'; the roles are system, user, assistant and tool."),
     (said("user", 5), "messages.0.content", f"content is 5; {AS_TEXT}"),
