@@ -269,6 +269,7 @@ def test_a_list_has_all_pages_and_each_fact_of_a_segment(monkeypatch: pytest.Mon
         (("ask", "When?", "EMPTY"), "has no text files; their names end in .txt or .md"),
         (("register", "LONG"), "long.txt: This model's maximum context length is"),
         (("register", "BYTES"), "cannot be read as UTF-8 text"),
+        (("register", "BLANK"), "blank.txt is empty; leave it out."),
         (("list", "--api-key", "wrong"), "API key"),
         (("list", "--url", "http://127.0.0.1:port"), "--url is 'http://127.0.0.1:port' (Invalid port"),
         (("list", "--url", "http://127.0.0.1:9"), "There is no server of this project at http://127.0.0.1:9"),
@@ -280,7 +281,8 @@ def test_the_command_says_what_is_wrong(
     (tmp_path / "empty").mkdir()
     (tmp_path / "long.txt").write_text("a b c " * 100_000)
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt"}
+    (tmp_path / "blank.txt").write_text(" \n")
+    paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt", "BLANK": "blank.txt"}
     where = ["--url", server.url, "--api-key", "secret"]
     given = [str(tmp_path / paths[one]) if one in paths else one for one in arguments]
     result = infer(given[0], *where, *given[1:])

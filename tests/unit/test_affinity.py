@@ -72,6 +72,7 @@ def test_a_short_common_beginning_decides_nothing() -> None:
         assert found[0] != ["a"], f"a has 4 of {num_keys} keys, and a share of {min_share} is wanted"
 
 
+@example("a" * (CHUNK - 1), "b", "c")  # a difference in the last byte of a chunk
 @example("", "a" * CHUNK + "c" * CHUNK, "b" * CHUNK + "c" * CHUNK)  # the same chunk after another one
 @given(st.text(max_size=400), st.text(max_size=400), st.text(max_size=400))
 def test_prompts_share_as_many_keys_as_whole_chunks(common: str, one: str, other: str) -> None:
@@ -149,6 +150,10 @@ def test_the_table_is_bounded_and_forgets_replicas_that_are_gone() -> None:
     table.record([b"c", b"d"], "two")
     assert len(table) == 3
     assert table.matches([b"a", b"b"]) == {"one": 1}  # the last key of the older prefix is forgotten first
+    recent = PrefixTable[bytes, str](max_keys=2)
+    for key in (b"a", b"b", b"a", b"c"):
+        recent.record([key], "one")
+    assert [recent.matches([key]) for key in (b"a", b"b", b"c")] == [{"one": 1}, {}, {"one": 1}]
     table.keep({"two"})
     assert len(table) == 2
     assert table.matches([b"a"]) == {}

@@ -25,7 +25,8 @@ def test_without_ray_one_sentence_says_what_to_install(arguments: list[str], mon
 
 
 def test_help_lists_the_commands_and_each_has_its_own() -> None:
-    assert "status" in CliRunner().invoke(app, ["deploy", "--help"]).stdout
+    for arguments in (["deploy", "--help"], ["deploy"]):
+        assert "Show which replicas are running" in CliRunner().invoke(app, arguments).output
     assert "--max-replicas" in CliRunner().invoke(app, ["deploy", "start", "--help"]).stdout
 
 
