@@ -7,7 +7,17 @@ from itertools import combinations
 
 import numpy as np
 
-from shared.grammar.automata.automaton import MAX_DEPTH, REFUSED, START, UNBOUNDED, Action, Automaton, entry
+from shared.grammar.automata.automaton import (
+    MAX_DEPTH,
+    REFUSED,
+    SPACE_ENDED,
+    START,
+    UNBOUNDED,
+    Action,
+    Automaton,
+    Configuration,
+    entry,
+)
 from shared.grammar.automata.plain import PLAIN_SEQUENCES
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import Budget, Limits
@@ -23,12 +33,28 @@ def budget(states: int = UNTIMED.states) -> Budget:
     return Budget(Limits(states=states, seconds=math.inf))
 
 
-def assert_language(automaton: Automaton, accepted: Iterable[str | bytes], refused: Iterable[str | bytes]) -> None:
-    """An automaton accepts some texts and refuses others."""
+def assert_language(
+    automaton: Automaton, accepted: Iterable[str | bytes], refused: Iterable[str | bytes], by: str = ""
+) -> None:
+    """An automaton accepts some texts and refuses others, and a push needs what its rule and all after it need."""
+    ends = np.unique([*automaton.pushes[:, 1], *automaton.pops[:, 3], len(automaton.returns)])
+    for first, frame, _, _, depth in automaton.pushes.tolist():
+        after = automaton.returns[frame : ends[ends > frame][0]]
+        needs = [1 + automaton.depths[first], *automaton.depths[after[after != REFUSED]]]
+        assert depth == min(max(needs), MAX_DEPTH + 1), f"a push needs {depth} frames of {needs}"
     for texts, expected in ((accepted, True), (refused, False)):
         for text in texts:
             found = automaton.accepts(text.encode() if isinstance(text, str) else text)
-            assert found == expected, f"{text!r} is {'accepted' if found else 'refused'}"
+            assert found == expected, f"{text!r} is {'accepted' if found else 'refused'}{by}"
+            now: Configuration | None = START
+            for byte in text.encode() if isinstance(text, str) else text:
+                assert now is not None
+                before, now = now, automaton.step(now, byte)
+                if now is None:
+                    steps = filter(None, (automaton.step(before, other) for other in range(256)))
+                    goes_on = any(not 0 < step.blanks <= SPACE_ENDED for step in steps)  # blanks alone are no way on
+                    assert goes_on or automaton.is_end(before), f"{text!r} has a dead end{by}"
+                    break
 
 
 class Table:

@@ -91,9 +91,10 @@ def test_segments_are_a_block_diagonal_prefill_and_full_attention_after_it(model
         assert len(engine.segments.resident) == 4, "each is computed once"
 
 
-@pytest.mark.parametrize("rotation", ["keys", "unrotated keys"])
+@pytest.mark.parametrize("rotation", ["queries", "keys", "unrotated keys"])
 def test_keys_that_are_rotated_when_they_are_read_give_the_same(model_folder: Path, rotation: str) -> None:
-    """At several offsets of one segment, also in another request, in a step with a request without segments."""
+    """At several offsets of one segment, also in another request, in a step with a request without segments; and so do
+    the queries, which are rotated otherwise."""
     engine, model = make(model_folder), load_model(model_folder)
     engine.view.rotation = rotation
     for others in ((), (1, 3)):

@@ -134,11 +134,14 @@ def test_all_heads_at_once_keep_what_each_keeps_alone(randn, method, window, w):
 
 @pytest.mark.parametrize("size", [3, 36, 37, 5000])
 def test_a_selection_that_can_be_counted_by_hand(size):
-    """Equal scores: the older are kept. A head with less than sinks and recent tokens keeps all."""
+    """Of equal scores, with a sign or without, the older are kept. A head with less than sinks and recent tokens keeps
+    all.
+    """
     numbers = torch.tensor([[0, size, size, 0, 0]], dtype=torch.int32, device=DEVICE)
     cached = CachedSequences(numbers, torch.zeros(1, 3, dtype=torch.int32, device=DEVICE), size)
     scores = torch.zeros(1, 1, 1, size, device=DEVICE)
     scores[..., 6::2] = 1.0
+    scores[..., 9::4] = -0.0
     attention = (scores + 1e-20) / (scores + 1e-20).sum()
     p, windows = (
         torch.tensor([0.5], dtype=torch.float64, device=DEVICE),
@@ -153,6 +156,16 @@ def test_a_selection_that_can_be_counted_by_hand(size):
         count = (needed | always).sum(-1).clamp(least, most).maximum(always.sum())
         expected = top_n(scores[0, 0].masked_fill(always, torch.inf), count)[0].nonzero().flatten()
         assert chosen[0, 0, 0, : counts[0, 0, 0]].tolist() == expected.tolist()
+
+
+def test_kept_tokens_that_fill_their_blocks_take_no_other_one(randn):
+    memory, ends = randn(2, 1, 9, 4, 1, 16), torch.zeros(1, 3, dtype=torch.int32, device=DEVICE)
+    numbers = torch.tensor([[0, 36, 36, 0, *range(9)]], dtype=torch.int32, device=DEVICE)
+    chosen, before = torch.arange(2, 34, dtype=torch.int32, device=DEVICE).view(1, 1, 1, 32), memory.clone()
+    counts = torch.full((1, 1, 1), 32, dtype=torch.int32, device=DEVICE)
+    move_kept(*memory, CachedSequences(numbers, ends, 36), 0, chosen, counts, 32, 32)
+    assert ends.tolist() == [[0, 32, 32]], "eight blocks of four"
+    assert torch.equal(memory.view(2, 36, 16)[:, :32], before.view(2, 36, 16)[:, 2:34])
 
 
 @pytest.mark.parametrize("window", [None, 9])

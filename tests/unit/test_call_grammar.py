@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from shared.grammar.answer_graph import SPECIAL_MARK, CallMode, CallSpelling
 from shared.grammar.automata.automaton import START, Automaton
+from shared.grammar.automata.joining import Graph, document, joined
 from shared.grammar.calls import CallDescription, CalledFunction, compile_calls
+from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.grammar import Grammar
 from shared.grammar.limits import Budget, GrammarError, Limits, WorkError
 from shared.grammar.tokens.fsm import TokenFSM
 from shared.grammar.tokens.vocabulary import GrammarVocabulary
 from shared.text.tool_format import TOOL_FORMATS
 from shared.text.tools import CallArguments, CallStart, ToolParser
-from tests.grammars import UNTIMED, assert_language
+from tests.grammars import UNTIMED, assert_language, budget
 
 ALL_BYTES = np.ones(256, np.bool_)
 HERMES = CallSpelling("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", separator="\n")
@@ -67,6 +69,30 @@ def test_free_text_that_may_call(spelling: CallSpelling) -> None:
     thoughts = (f"{THOUGHT}\n\n{GOOD}", f" \n{THOUGHT}So: {GOOD}")
     right, wrong = ((*thoughts,), wrong) if spelling is QWEN else ((), (*wrong, *thoughts))
     assert_language(compiled(CallMode.AUTO, spelling), (*free, *calls, *right), wrong)
+
+
+def test_each_of_several_functions_has_arguments_of_its_schema() -> None:
+    """Which use all actions of an automaton: keys, guards, choices between alternatives, counted characters."""
+    kinds = [{"type": "array"}, {"type": "array", "items": {"type": "null"}}, {"pattern": "^x"}, {"const": 1}]
+    tagged = [{"type": "object", "properties": {"a": {"const": n}, "b": kind}} for n, kind in enumerate(kinds)]
+    unique = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    schema = {"properties": {"t": {"anyOf": tagged}, "u": unique, "s": {"type": "string", "maxLength": 40}}}
+    right = ['{"t": {"b": [null], "a": 1}}', '{"t": {"b": "xy", "a": 2}, "u": [2, 1]}', f'{{"s": "{"y" * 40}"}}']
+    wrong = ['{"t": {"b": [0], "a": 1}}', '{"t": {"b": "y", "a": 2}}', '{"u": [1, 1]}', f'{{"s": "{"y" * 41}"}}']
+    functions = (*FUNCTIONS, *(CalledFunction(name, schema, True) for name in "fg"))
+    texts = [[hermes(name, text) for name in "fg" for text in some] for some in (right, wrong)]
+    assert_language(compiled(CallMode.REQUIRED, HERMES, functions), *texts)
+
+
+def test_what_follows_a_document_may_be_nothing() -> None:
+    graph = Graph()
+    start, end = graph.state(), graph.state(is_final=True)
+    graph.word(start, b"x", document(0))
+    assert_language(
+        joined(graph, [compile_schema({"type": "object"} | ADD, budget())], end),
+        ['x{"a": 1}'],
+        ['x{"a": 1}x', "x", '{"a": 1}'],
+    )
 
 
 def test_each_function_has_what_its_own_keys_demand() -> None:

@@ -137,7 +137,8 @@ def test_a_decode_step_of_which_some_sequences_sample_nothing() -> None:
 
 def test_a_decode_step_is_repeated_within_the_tokens_that_it_was_laid_out_for() -> None:
     runner, batch = make(), batch_of({"a": [10], "b": [20], "c": [30]})
-    launched = runner.forward(replace(batch, layout=replace(batch.layout, num_ahead=2)))
+    ahead = replace(batch, layout=replace(batch.layout, num_ahead=2))
+    launched = runner.forward(ahead)
     for n in (1, 2):
         launched = runner.repeat(launched) or pytest.fail("it is not repeated")
         assert launched.logits.argmax(-1).tolist() == [11 + n, 21 + n, 31 + n]
@@ -146,6 +147,8 @@ def test_a_decode_step_is_repeated_within_the_tokens_that_it_was_laid_out_for() 
     assert runner.repeat(runner.forward(batch)) is None, "no further token was laid out"
     mixed = batch_of({"a": [10, 11]})
     assert runner.repeat(runner.forward(replace(mixed, layout=replace(mixed.layout, num_ahead=2)))) is None
+    runner.ranks.can_repeat = False
+    assert runner.repeat(runner.forward(ahead)) is None, "other ranks learn of a step only through a batch"
 
 
 def test_a_replayed_step_begins_with_the_ids_in_flight() -> None:
@@ -179,6 +182,7 @@ def test_graphs_that_are_asked_for_are_captured_or_refused() -> None:
     assert make(view=view).executor.graphs
 
 
+@pytest.mark.failing_forwards
 def test_a_failing_part_leaves_the_results_of_the_others() -> None:
     """The parts of a batch are replayed one after the other, and write to the same memory."""
     runner = make()

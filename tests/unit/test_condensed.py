@@ -326,6 +326,21 @@ def test_other_requests_go_on_while_one_waits_for_its_compression() -> None:
     assert {entry.request for entry in scheduler.schedule()} == {one, other, late}
 
 
+def test_of_requests_that_wait_in_turn_the_others_go_on() -> None:
+    """As many in each step, and not the same."""
+    pool = pool_of(32)
+    scheduler, requests = scheduler_of(pool), [make_request(name, range(n)) for n, name in enumerate("cba", 11)]
+    for request in requests[::-1]:
+        scheduler.add(request)
+    commit(pool, scheduler.schedule())
+    steps = [scheduler.schedule(), scheduler.schedule()]
+    commit(pool, steps[0])
+    assert list(scheduler.due()) == requests[2:]
+    scheduler.compressed(requests[2], None, 0)
+    steps.append(scheduler.schedule())
+    assert ["".join(entry.request.request_id for entry in step) for step in steps] == ["abc", "bc", "ac"]
+
+
 @pytest.mark.parametrize(("num_blocks", "lengths"), [(8, (14, 13)), (2, (4, 4))], ids=["compression", "ends"])
 def test_none_is_preempted_before_compressions_and_ends_are_known(num_blocks: int, lengths: tuple[int, int]) -> None:
     pool = pool_of(num_blocks)

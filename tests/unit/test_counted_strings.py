@@ -114,6 +114,7 @@ def test_lengths_that_differ_share_no_counter() -> None:
         ("a{1,20}$", None),
         ("^a{1,15}$", None),
         ("^a{1,20}", None),
+        ("^a{1,20}b", None),
         ("^a{1,20", None),
         ("^a{1,20}(", None),
     ],

@@ -18,6 +18,7 @@ from shared.models.tokens import Tokens
 from shared.ops.attention import naive_attention
 from shared.tracks.multi_token.adapter import Adapter, AdapterConfig, load_adapter
 from shared.tracks.multi_token.lora import FIRST_MASK, adapt
+from shared.tracks.multi_token.training import own_texts
 from shared.tracks.multi_token.training import run as training_run
 from shared.tracks.multi_token.training import step as training_step
 from shared.tracks.multi_token.training.distillation import TrainingConfig, losses, measure, rate, train
@@ -120,6 +121,7 @@ def test_a_step_is_as_long_as_its_rate() -> None:
         before = float(parameter)
         step(some_texts(), torch.tensor([0]), each)
         moved.append(before - float(parameter))
+        assert float(parameter.grad) == pytest.approx(1), "a gradient of 3 is made no longer than 1"
     assert moved == pytest.approx([0.0, 1e-3, 1e-2], rel=0.05)
 
 
@@ -183,10 +185,12 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(tiny_checkpoints: dict[
 def test_a_run_from_a_name_to_an_adapter(
     tiny_checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, lines, temperatures, generate = tiny_checkpoints["llama"], list[str](), [], LLM.generate
+    folder, lines, generate = tiny_checkpoints["llama"], list[str](), LLM.generate
+    asked: list[list[tuple[float, int]]] = []
+    monkeypatch.setattr(own_texts, "AT_A_TIME", 4)
 
     def noting(llm: LLM, prompts: Any, params: Any, **more: Any) -> Any:
-        temperatures.append({each.temperature for each in params})
+        asked.append([(each.temperature, each.seed) for each in params])
         return generate(llm, prompts, params, **more)
 
     monkeypatch.setattr(LLM, "generate", noting)
@@ -195,7 +199,11 @@ def test_a_run_from_a_name_to_an_adapter(
     assert not train_adapter(*options, pause_after=0, report=lines.append)
     assert "paused" in lines[-1]
     texts = (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns
-    assert temperatures == [{0.7}, {0.0}], "held-out answers are greedy"
+    assert [len(part) for part in asked] == [4, 2, *[4] * 6]
+    assert [each for part in asked for each in part] == [
+        *((0.7, n) for n in range(6)),
+        *((0.0, n) for n in range(24)),
+    ], "held out: greedy"
     assert train_adapter(*options, report=lines.append)
     assert (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns == texts, "texts are written once"
     card = json.loads((tmp_path / "a" / "training.json").read_text())

@@ -18,6 +18,7 @@ from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.errors import ConfigError
+from shared.models.tokens import Tokens
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
 from shared.scheduling.chunks import chunk_size
@@ -183,6 +184,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(tiny_checkpoints: dict[s
     assert engine.drafter.runner.num_tokens_computed == 20 + 60 - 1, "each token once, and the last draft never"
 
 
+@pytest.mark.failing_forwards
 def test_a_draft_model_that_fails_costs_drafts_alone(
     tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,26 @@ def test_a_draft_model_that_fails_costs_drafts_alone(
     monkeypatch.setattr(engine.drafter.model, "forward", failing)
     assert seen(serve(engine, MIXED)[0]) == seen(expected)
     assert has_guessed(engine)
+
+
+@pytest.mark.failing_forwards
+def test_a_request_that_the_draft_model_cannot_read_costs_others_no_token(
+    tiny_checkpoints: dict[str, Path], drafts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for others in ([], [([250, 251], GREEDY)]):
+        engine = make(tiny_checkpoints["llama"], drafts["llama"], adapt_spec_length=False)
+        forward = engine.drafter.model.forward
+
+        def failing(tokens: Tokens, *rest: Any, forward: Any = forward) -> torch.Tensor:
+            if 250 in tokens.ids.tolist():
+                raise RuntimeError("injected")
+            return forward(tokens, *rest)
+
+        monkeypatch.setattr(engine.drafter.model, "forward", failing)
+        serve(engine, [([5, 6, 7], GREEDY), *others])
+        counts.append(engine.drafter.runner.num_tokens_computed)
+    assert counts[1] == counts[0] > 0
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

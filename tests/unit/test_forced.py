@@ -105,7 +105,7 @@ def test_texts_go_on_as_forced(number: int, seed: int) -> None:
 
 def test_what_is_forced_follows_the_drafts_that_the_grammar_allows() -> None:
     """The other drafter proposes two wrong tokens; it is not asked where all drafts are forced."""
-    _, request = begin("[ab]ccc[ab]")
+    _, request = begin("[ab][ab]ccc[ab]")
     vars(request).update(status=RequestStatus.RUNNING, last_token_id=END, num_forced_drafts=0, num_pending_tokens=1)
     asked: list[int] = []
 
@@ -121,29 +121,31 @@ def test_what_is_forced_follows_the_drafts_that_the_grammar_allows() -> None:
         encode=lambda text, add_special_tokens: [" abc".index(letter) for letter in text],
     )
     drafter = ForcedTextDrafter(inner, tokenizer)
+    assert [drafter.spelled(text) for text in (b"ab\xffc", b"a\xc3")] == [(A, B), (A,)], "up to what is no text"
     for outputs, status, num_drafts, others, drafts, num_forced, left in (
-        ([], RequestStatus.RUNNING, 3, 3, [A, C, C], 2, [0]),
-        ([A], RequestStatus.RUNNING, 3, 0, [C, C, C], 3, []),
-        ([A], RequestStatus.RUNNING, 0, 0, [], 0, []),
-        ([A], RequestStatus.FINISHED, 3, 3, [], 0, []),
+        ([A], RequestStatus.RUNNING, 3, 3, [A, C, C], 2, [1]),
+        ([A, A], RequestStatus.RUNNING, 3, 0, [C, C, C], 3, []),
+        ([A, A], RequestStatus.RUNNING, 0, 0, [], 0, []),
+        ([A, A], RequestStatus.FINISHED, 3, 3, [], 0, []),
     ):
         request.status, request.output_ids, request.draft_ids = status, outputs, []
-        inner.distributions = {(5, n): torch.ones(1) for n in range(others) if status is RequestStatus.RUNNING}
+        places = range(len(outputs), len(outputs) + others) if status is RequestStatus.RUNNING else ()
+        inner.distributions = {(5, place): torch.ones(1) for place in places}
         schedule = Schedule(1, (Scheduled(request, 0, 1 + num_drafts, num_drafts, 1 + num_drafts),))
         drafter.propose(schedule)
         assert (asked[-1], request.draft_ids, request.num_forced_drafts) == (others, drafts, num_forced)
         assert [index for _, index in drafter.distributions] == left, "the drafts that were drawn"
     for outputs, status, asks, count in (
-        ([A], RequestStatus.RUNNING, True, 3),
-        ([A], RequestStatus.FINISHED, True, 0),
-        ([A], RequestStatus.RUNNING, False, 0),
+        ([A, A], RequestStatus.RUNNING, True, 3),
+        ([A, A], RequestStatus.FINISHED, True, 0),
+        ([A, A], RequestStatus.RUNNING, False, 0),
         ([], RequestStatus.RUNNING, True, 0),
     ):
         params = SamplingParams(use_speculative_decoding=asks)
         vars(request).update(status=status, output_ids=outputs, params=params, num_certain_drafts=0)
         drafter.observe(schedule)
-        assert request.num_certain_drafts == count, "three are forced after the first token"
-    vars(request).update(output_ids=[A], params=SamplingParams())
+        assert request.num_certain_drafts == count, "three are forced after the first two"
+    vars(request).update(output_ids=[A, A], params=SamplingParams())
     drafter.propose(schedule)
     assert request.num_certain_drafts == 3, "of a prompt they are known before it is committed"
 

@@ -41,6 +41,11 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
         [MANY, b"-" + MANY, b"0." + MANY, MANY + b"." + MANY, MANY + b"e99", b"[" + MANY + b" ,\n " + MANY + b"\n]"],
         [b"1" * 400, b"-" + b"1" * 400, b"0." + b"1" * 400, b"1" * 400 + b".5", b"1" * 300 + b"e99"],
     ),
+    "a fraction may end in zeros": (
+        {"type": "number", "not": {"type": "integer"}},
+        [b"1.50", b"-0.100", b"0.01"],
+        [b"1.0", b"1.00", b"1"],
+    ),
     "digits of an integer end": ({"type": "integer", "minimum": 1}, [MANY], [b"1" * 400]),
     "digits of a multiple end": ({"multipleOf": 6}, [b"12" * 10], [b"12" * 20]),
     "digits of a multiple of more than 10 end": ({"multipleOf": 60}, [b"60" * 10], [b"60" * 20]),

@@ -111,6 +111,7 @@ def test_every_target_matters_and_only_the_chosen_ones_are_there(tiny_checkpoint
         assert {name for of_layer in adapter.additions() for name in of_layer} == {target}
         outputs.append(hidden(adapt(model, adapter.additions(), adapter.masks), torch.ones(9)))
         assert not torch.isclose(outputs[-1], expected, rtol=1e-3).all()
+        assert torch.equal(hidden(model, torch.zeros(9)), expected), "with all gates closed"
     assert len({tuple(output.flatten().tolist()) for output in outputs}) == len(TARGETS)
 
 

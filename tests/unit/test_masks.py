@@ -4,6 +4,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from shared.grammar.automata.automaton import (
     Automaton,
     Configuration,
 )
+from shared.grammar.automata.plain import Loops
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
 from shared.grammar.patterns.regex import automaton_of, compile_regex
@@ -225,6 +227,17 @@ def in_a_character(counts_last: bool) -> Automaton:
     return Automaton(np.arange(256, dtype=np.uint8), np.array(table.rows, np.int32), np.zeros(size, np.bool_), depths)
 
 
+def test_a_state_is_free_only_if_all_plain_characters_lead_back_alike() -> None:
+    automaton = in_a_character(counts_last=False)
+    usable = np.ones(256, np.bool_)
+    assert Loops(automaton, usable).is_free(0)
+    table = automaton.table
+    for state, byte in np.argwhere(table != REFUSED).tolist():
+        changed = table.copy()
+        changed[state, byte] ^= Action.GOTO ^ Action.COUNT  # it counts, or no longer does
+        assert not Loops(replace(automaton, table=changed), usable).is_free(0), (state, byte)
+
+
 @pytest.mark.usefixtures("thresholds")
 @pytest.mark.parametrize("counts_last", [False, True])
 def test_tokens_that_end_inside_a_character(counts_last: bool) -> None:
@@ -271,10 +284,10 @@ def test_a_second_line_break_ends_a_run_of_blanks() -> None:
 
 
 def made(masks: TokenMasks, now: Configuration, text: str) -> tuple[int, Configuration]:
-    """How many masks are made along a text, and where it leads."""
+    """How many masks are made along a text, each of which is right, and where it leads."""
     before = masks.num_walks
     for byte in text.encode():
-        masks.mask(now)
+        assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(masks.automaton, masks.vocabulary, now), now
         after = masks.automaton.step(now, byte)
         assert after is not None
         now = after
@@ -388,6 +401,32 @@ def test_a_kept_mask_serves_no_other_keys(seed: int) -> None:
             assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), (token, now)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_kept_mask_knows_what_a_choice_sets(seed: int) -> None:
+    """The token's first byte is a choice, which counts keys as seen; a guard of them is its second."""
+    chance, table = random.Random(seed), Table()
+    bits = partial(chance.choice, KEY_SETS)
+    first, second, last = table.state(), table.state(), table.state()
+    table.put(first, b"a", Action.CHOOSE, 0)
+    table.put(second, b"b", Action.GUARD, 0)
+    automaton = Automaton(
+        columns=np.arange(256, dtype=np.uint8),
+        table=np.array(table.rows, np.int32),
+        is_final=np.zeros(3, np.bool_),
+        depths=np.zeros(3, np.int32),
+        returns=np.full(2, second, np.int32),
+        pops=np.array([[1, 0, 1, 0]], np.int32),
+        clauses=np.array([[1, chance.choice([0, bits()]), chance.choice([0, bits()]), 1, bits()]], np.uint64),
+        guards=np.array([[last, bits(), 0, chance.randrange(1, 4)]], np.uint64),
+    )
+    tokens = vocabulary([b"ab"])
+    for order in (KEY_SETS, KEY_SETS[::-1]):
+        masks = TokenMasks(automaton, tokens)
+        for keys in order:
+            now = Configuration(first, seen=keys)
+            assert np.flatnonzero(masks.mask(now)).tolist() == by_hand(automaton, tokens, now), now
+
+
 @pytest.mark.usefixtures("thresholds")
 @pytest.mark.parametrize(
     ("letter", "schema", "texts"),
@@ -438,3 +477,4 @@ def test_a_token_with_the_byte_of_special_tokens_has_no_text() -> None:
     tokens.token_bytes = [b"a", b"\xff", b"a\xff", b"<x>", b"b"].__getitem__
     found = GrammarVocabulary.of(tokens, 6)
     assert (found.tokens, found.end_ids) == ([b"a", b"", b"", b"\xff<x>", b"", b""], (4,)), "id 6 has no logit"
+    assert GrammarVocabulary.of(tokens, 3).tokens == [b"a", b"", b""], "the special token has none either"

@@ -1,6 +1,8 @@
 """Guesses of a model about itself: masks, positions, the group that counts, and what a step leaves behind."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +17,14 @@ from shared.cache.view.operations_attention import OperationsAttention
 from shared.cache.view.paged import PagedView
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
-from shared.engine.sampling.sampler import SampledTokens, SamplerOutput
+from shared.engine.sampling.sampler import Draws, SampledTokens, SamplerOutput
 from shared.loading.config_json import read_config
 from shared.ops.attention import naive_attention
 from shared.sampling.params import SamplingParams
-from shared.tracks.multi_token.attention import MaskTokenOperations
+from shared.sampling.sampler import SamplingRow
+from shared.tracks.multi_token.attention import MaskTokenAttention, MaskTokenOperations
 from shared.tracks.multi_token.batch import MultiTokenBatch
-from shared.tracks.multi_token.drafter import Ahead, _chosen, group_of_next
+from shared.tracks.multi_token.drafter import Ahead, MultiTokenDrafter, _chosen, group_of_next
 from shared.tracks.multi_token.lora import FIRST_MASK
 from shared.tracks.multi_token.ops import groups_and_ranks, masked_attention, positions, visible_with_masks
 from shared.tracks.multi_token.scheduler import MultiTokenSchedule, MultiTokenScheduler, settle
@@ -123,6 +126,31 @@ def test_a_request_gets_the_guesses_of_its_own_group() -> None:
     none = torch.zeros(0)
     assert _chosen([(a, none, 1, 2), (b, none, 0, 1)], ahead) == [None, None, a, a, None, None, b, None, None, None]
     assert _chosen([(b, none, 1, 2)], ahead) == [None] * 8 + [b, b]
+
+
+def test_each_draft_follows_its_own_requests_draft_before() -> None:
+    """Also where other requests have all theirs."""
+    row = SamplingRow(SamplingParams(), 0, 0)
+    asking: Any = [
+        (SimpleNamespace(last_token_id=last, sampling_row=lambda _: row), torch.zeros(1, 3, 2), 0, num_drafts)
+        for last, num_drafts in ((10, 1), (20, 3), (30, 2), (40, 3))
+    ]
+    previous: list[list[int]] = []
+
+    def logits(ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        previous.append(ids.tolist())
+        return ids[:, None]
+
+    def sample(logits: torch.Tensor, rows: object, table_rows: list[int]) -> Draws:
+        return Draws(logits[:, 0] + 1)
+
+    drafter: Any = SimpleNamespace(
+        sampler=SimpleNamespace(penalties=SimpleNamespace(forget=lambda: None), upload=lambda x: x, sample=sample),
+        logits=logits,
+    )
+    drawn = MultiTokenDrafter._draw(drafter, asking)
+    assert previous == [[10, 20, 30, 40], [21, 31, 41], [22, 42]]
+    assert [len(requests) for requests, _ in drawn] == [4, 3, 2]
 
 
 def test_after_a_first_draft_there_is_one_group() -> None:
@@ -275,6 +303,12 @@ def test_a_view_opens_the_gates_of_masks_and_each_sequence_has_a_mask_of_its_own
     tokens = view.load(batch).tokens
     assert tokens.gate is not None
     assert tokens.gate.tolist() == (tokens.ids >= FIRST_MASK).tolist()
+    planned: Any = SimpleNamespace(lay_out=None, attend=None, arrays=lambda *_: {})
+    padding: Any = SimpleNamespace(bucket_of=lambda _: None)
+    layout: Any = SimpleNamespace(num_decoding=1)
+    sent = MaskTokenAttention(planned, padding).arrays(batch, layout)
+    assert sent["gate"].tolist() == tokens.gate.bool().tolist()
+    assert sent["num_masks"].tolist() == [num_masks, 0], "of the sequences after those that decode one token"
     heads = torch.randn(len(tokens.ids), Hq + 2 * Hkv, config.head_dim, generator=generator)
     q, k, v = heads.split((Hq, Hkv, Hkv), 1)
     view.write(0, q, k, v, tokens.positions, lambda q, k, positions: (q, k))

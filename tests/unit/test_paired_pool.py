@@ -46,6 +46,13 @@ def admit(pair: PairedPool, outputs: tuple[int, ...] = ()) -> Request:
     return request
 
 
+def test_a_draft_request_scores_nothing() -> None:
+    pair = make_pair()
+    request = Request("a", [5, 6, 7], SamplingParams(max_new_tokens=12, logprobs=2, prompt_logprobs=1), 0)
+    pair.admit(request)
+    assert pair.draft_requests[request].params == SamplingParams(max_new_tokens=12)
+
+
 def test_both_pools_reserve_or_none() -> None:
     pair = make_pair(num_draft_blocks=3)
     request = admit(pair, (8, 9))

@@ -22,10 +22,10 @@ from shared.sampling.params import SamplingParams
 from shared.text.stopping import FinishReason
 
 ENGINES = [Static, Continuous, Paged, Planned]
-PROMPTS = [[(7 * n) % 250 for n in range(40)], [5, 5, 9], [3]]
+PROMPTS = [[5, 5, 9], [(7 * n) % 250 for n in range(40)], [3]]
 ASKED: list[dict[str, Any]] = [
-    {"prompt_logprobs": 3, "max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
     {"prompt_logprobs": 0, "max_new_tokens": 0},
+    {"prompt_logprobs": 3, "max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True},
     {"prompt_logprobs": 2, "max_new_tokens": 0},
 ]
 
@@ -71,9 +71,9 @@ def test_they_are_those_of_transformers(model_folder: Path) -> None:
     for prompt, asked, answer in zip(PROMPTS, ASKED, outputs, strict=True):
         check(model_folder, prompt, asked["prompt_logprobs"], answer[0].prompt_logprobs)
         assert all(output.prompt_logprobs is None for output in answer[1:])
-    drawn, *nothing = outputs
+    first, drawn, last = outputs
     assert len(drawn) == 4
-    for answer in nothing:
+    for answer in (first, last):
         (output,) = answer
         assert (output.token_id, output.text, output.finish_reason) == (None, "", FinishReason.LENGTH)
 
@@ -97,7 +97,7 @@ def test_every_phase_computes_them_in_pieces(
     assert sorted(calls) == [1] * 4 + [6] + [7] * 5, "39 + 2 rows of prompts, and one for each of four tokens"
     assert engine.runner.num_forwards == 4
     calls.clear()
-    serve(engine, PROMPTS[:1], drawing[:1])
+    serve(engine, PROMPTS[1:2], drawing[1:2])
     assert calls == [1] * 4, "a request that does not ask computes one row for a token"
 
 
@@ -114,6 +114,7 @@ def test_a_preempted_request_gets_them_once(tiny_checkpoints: dict[str, Path]) -
         assert sum(output.prompt_logprobs is not None for output in ours) == 1
 
 
+@pytest.mark.failing_forwards
 def test_a_request_that_fails_takes_no_other_ones(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +162,7 @@ def test_the_whole_answer_has_them(tiny_checkpoints: dict[str, Path]) -> None:
     from shared.engine.llm import LLM
 
     llm = LLM(str(tiny_checkpoints["llama"]), max_seq_len=64)
-    (answer,) = llm.generate([PROMPTS[1]], SamplingParams(prompt_logprobs=1, max_new_tokens=0), progress=False)
+    (answer,) = llm.generate([PROMPTS[0]], SamplingParams(prompt_logprobs=1, max_new_tokens=0), progress=False)
     assert answer.token_ids == []
     assert answer.finish_reason is FinishReason.LENGTH
     assert answer.prompt_logprobs is not None

@@ -33,6 +33,7 @@ from shared.models.quantized import QuantizedProjection
 from shared.models.tokens import Tokens
 from shared.ops import quantized as op
 from shared.ops.gated import swiglu
+from shared.ops.quantized import TILE_ROWS
 from shared.quantization.formats.detect import detect_format
 from shared.quantization.rounding import METHODS, quantize
 from shared.quantization.weight import (
@@ -43,6 +44,7 @@ from shared.quantization.weight import (
     pack_nibbles,
     unpack_nibbles,
 )
+from tests.comparison import assert_equal
 from tests.stored_weights import Store, awq, eight_bits, fp8_blocks, gptq, packed_groups
 
 N, K, G = 48, 256, 128
@@ -90,6 +92,13 @@ def test_rounding_is_as_near_as_the_format_allows(method: str) -> None:
     scales = rounded.scales.repeat_interleave(rounded.columns_per_scale, 1)
     least = ((weight / scales)[..., None] - numbers).abs().amin(-1)
     assert ((dequantize(rounded) - weight).abs() <= least * scales + weight.abs() * 2**-22).all()
+
+
+def test_more_rows_may_share_a_scale_than_are_dequantized_at_once() -> None:
+    """As where matrices with a scale each stand one below the other."""
+    values = torch.arange(3 * TILE_ROWS)[:, None].expand(-1, 8).to(torch.int8)
+    weight = QuantizedWeight(values, torch.tensor([[0.5], [2.0]]), None, 8, 3 * TILE_ROWS // 2)
+    assert_near(op.linear(torch.eye(8), weight), dequantize(weight).t(), 1e-6)
 
 
 def test_int4_needs_groups() -> None:
@@ -285,6 +294,19 @@ def test_four_bits_are_multiplied_without_a_copy_of_w(group: int, has_zeros: boo
 def quantizable(checkpoints: dict[str, Path], method: str) -> dict[str, Path]:
     """Of the tiny models only Llama has matrices that groups of INT4 divide."""
     return {"llama": checkpoints["llama"]} if method == "int4" else checkpoints
+
+
+def test_room_is_asked_for_the_bits_of_rounded_matrices(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("shared.loading.quantized.check_memory", lambda num_bytes, *_: asked.append(num_bytes))
+    for method in ("int8", "int4"):
+        load_model(tiny_checkpoints["llama"], quantize=quantizer(method))
+    plain = load_model(tiny_checkpoints["llama"])
+    names = [name for name, module in plain.named_modules() if isinstance(module, Projection) and name != "head"]
+    count = sum(plain.get_submodule(name).weight.numel() for name in names)
+    assert_equal(asked, [count, count // 2], "bytes", ("method",))
 
 
 def test_the_command_writes_a_checkpoint_once(tiny_checkpoints: dict[str, Path], tmp_path: Path) -> None:

@@ -116,6 +116,15 @@ def test_limits_of_two_kinds_of_plans() -> None:
     assert RangeLimits(1, 2, 3, 4, 5) | RangeLimits(5, 4, 3, 2, 1) == RangeLimits(5, 4, 3, 4, 5)
 
 
+def test_a_small_step_has_slots_for_many_shared_segments() -> None:
+    ranges, lengths = ranges_of([list(range(32))] * 2, [LEAST_SAVED] * 32)
+    grid, positions = Grid(1, 64, 64), np.array(lengths)
+    limits = RangeLimits.of(2, grid, 16)
+    tiles = Tiles.of(ranges, np.ones(2, np.int64), 16, limits.slots - limits.rows)
+    assert tiles.counts.tolist() == [1, 1] + [2] * 32
+    assert limits.hold(plan_ranges(tiles, positions, positions, grid, num_rows=2))
+
+
 def test_of_segments_whose_queries_are_too_many_those_that_save_most_are_shared() -> None:
     """In three sequences, each with both segments, of whose queries three may be shared."""
     ranges, _ = ranges_of([[0, 1]] * 3, [LEAST_SAVED, 2 * LEAST_SAVED])

@@ -257,6 +257,8 @@ def test_lookahead_as_in_python(pattern: str, texts: list[str], is_search: bool)
         ("^(?=$|..).*$", ["", "ab", "éab"], ["a"]),
         ("^(?=a|é).(?!é|b)", ["ac", "é"], ["ab", "éé", "c"]),
         (r"^(?=[\s\S]*a$)", ["a", "aba"], ["ab", ""]),
+        ("^(?:(?!a)(?!b)|(?!c))[abc]$", ["a", "b", "c"], ["", "d", "ab"]),
+        ("^(?:(?=a|b)(?=b|c)|(?=c))[abc]$", ["b", "c"], ["", "a"]),
     ],
 )
 def test_lookahead(pattern: str, right: list[str], wrong: list[str]) -> None:

@@ -90,6 +90,8 @@ def test_a_fraction_changes_so_many_tokens_and_no_others(llm: SegmentLLM) -> Non
     starts = [0, 37, 53, 103, 104]
     counts = [[int(layer[a:b].sum()) for a, b in pairwise(starts)] for layer in changed]
     assert counts[1:] == [[0, 4, 13, 1]] * (len(counts) - 1)
+    change = (v2 - v0)[1, 37:].square().sum((1, 2))
+    assert changed[1, 37:].nonzero().flatten().tolist() == most_changed(change, [16, 50, 1], 0.25).tolist()
     assert torch.equal(k1[:, :37], k0[:, :37])
     assert_close(v1[1][changed[1]], v2[1][changed[1]], "layer 1 of those computed", AXES[1:], rtol=1e-4, atol=1e-4)
     for (keys, values), name in zip(before, names, strict=True):

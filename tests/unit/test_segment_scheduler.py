@@ -94,6 +94,18 @@ def test_what_is_being_computed_is_not_asked_for_again(scheduler: SegmentSchedul
     assert_equal(scheduler.pool.audit_blocks(), [], "audit of the blocks", ("line",))
 
 
+def test_all_that_is_wanted_is_computed_under_ids_that_no_request_has(scheduler: SegmentScheduler) -> None:
+    a, b, c = (segment(scheduler, letter) for letter in "abc")
+    ask(scheduler, f"segment {a.segment_id}")
+    ask(scheduler, f"segment {a.segment_id}+")
+    for one in (a, b, c):
+        scheduler.registry.want(one)
+    scheduler.schedule()
+    ids = {segment: request.request_id for request, segment in scheduler.registry.computing.items()}
+    expected = {a: f"segment {a.segment_id}++", b: f"segment {b.segment_id}", c: f"segment {c.segment_id}"}
+    assert_equal(ids, expected, "ids of what computes them", ("segment",))
+
+
 def test_a_segment_that_a_running_request_computes_moves_nothing(scheduler: SegmentScheduler) -> None:
     a, b = segment(scheduler, "a", 3 * SIZE), segment(scheduler, "b")
     scheduler.registry.want(a)

@@ -17,7 +17,7 @@ from shared.simulation.blocks import SimulatedBlocks
 from shared.simulation.fleet import Fleet, FleetPlan
 from shared.simulation.replica import EngineLimits, Replica
 from shared.simulation.results import serve
-from shared.simulation.routing import ROUTERS, ByPrefix, RoundRobin, TwoChoices
+from shared.simulation.routing import ROUTERS, ByPrefix, LeastBusy, RoundRobin, TwoChoices
 from shared.simulation.step_times import StepTimes
 
 TIMES = StepTimes(step=0.01, prefill_step=0.002, prefill_token=1e-4, prefill_key=1e-7, decode_row=1e-3, decode_key=1e-6)
@@ -161,6 +161,7 @@ def test_many_steps_take_what_they_take_one_by_one(rows: int, keys: int, steps: 
     for num in (1, steps // 2, steps):
         if num:
             assert TIMES.steps_within(sum(one_by_one[:num]) * (1 - 1e-9), rows, keys, steps) == num
+            assert StepTimes(1.0, 0, 0, 0, 0, 0).steps_within(num, rows, keys, steps) == num, "exactly so long"
 
 
 @given(st.integers(1, 300), st.integers(0, 300), st.data())
@@ -208,6 +209,9 @@ def test_routers_know_the_loads_of_the_last_report() -> None:
     fleet = Fleet(FleetPlan(2, "two-choices", report_seconds=1.0), TIMES, EngineLimits())
     fleet._arrive(Request(0.0, 8, 500, ()))
     assert (sorted(fleet.loads.values()), fleet.seen) == ([0, 1], {0: 0, 1: 0})
+    fleet.old = [name for name, load in fleet.loads.items() if load == 0]
+    fleet._drain_next(0.5)
+    assert (list(fleet.loads.values()), list(fleet.seen.values())) == ([1], [0]), "a replica that drains is no report"
     assert list(fleet._until(1.0)) == []
     assert fleet.seen == fleet.loads
 
@@ -217,6 +221,11 @@ def test_a_turn_that_would_not_fit_begins_another_conversation() -> None:
     found = list(conversations(arrival_times("steady", 20.0, 10.0, 0), options, 0))
     assert max(request.prompt_tokens + request.new_tokens for request in found) <= 200
     assert max(request.prompt_tokens for request in found) > 100, "conversations have several turns"
+    turns: dict[int, list[Request]] = {}
+    for request in found:
+        turns.setdefault(request.blocks[1], []).append(request)  # the first block after the system prompt's
+    for before, after in (pair for each in turns.values() for pair in pairwise(each)):
+        assert before.prompt_tokens + before.new_tokens < after.prompt_tokens, "another conversation has its blocks"
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again() -> None:
@@ -274,6 +283,10 @@ def test_routers_choose_by_loads_and_turns() -> None:
     turns = RoundRobin(random.Random(0), BLOCK, 10)
     assert [turns.choose(request, [3, 4, 5], loads) for _ in range(4)] == [3, 4, 5, 3]
     assert [turns.choose(request, [4, 5], {4: 0, 5: 1}) for _ in range(3)] == [4, 5, 4], "3 is gone"
+    ties = LeastBusy(random.Random(0), BLOCK, 10)
+    for replica, load in (loads | {6: 0}).items():
+        ties.report(replica, load)
+    assert {ties.choose(request, [3, 4, 5, 6], loads | {6: 0}) for _ in range(20)} == {4, 6}
     pairs = TwoChoices(random.Random(0), BLOCK, 10)
     assert {pairs.choose(request, [3, 4], loads) for _ in range(9)} == {4}
     by_prefix = ByPrefix(random.Random(0), BLOCK, 10)

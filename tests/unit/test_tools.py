@@ -133,6 +133,8 @@ OTHERWISE = ('{"name":"add","parameters":{}}', '{"parameters": {}, "name": "add"
             for text in (CALL.replace("add", name) for name in ("ad", "add_", ""))
         ),
         ("qwen3", f"a {CALL}", True, [Content(f"a {CALL}")]),
+        ("qwen3", f"\n{CALL}", True, [Content(f"\n{CALL}")]),
+        ("llama3", f" {WHOLE}", True, [Content(f" {WHOLE}")]),
         ("qwen3", f"{THOUGHT}\n\n{CALL}\n{CALL}", True, [Content(THOUGHT), *added(0), *added(1)]),
         ("qwen3", f"{THOUGHT}\n\na{CALL}", True, [Content(f"{THOUGHT}\n\na{CALL}")]),
     ],

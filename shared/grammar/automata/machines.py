@@ -20,12 +20,6 @@ class Machine:
     def is_empty(self) -> bool:
         return not any(self.ends)
 
-    def accepts(self, text: str) -> bool:
-        state: int | None = 0
-        for byte in text.encode():
-            state = self.rows[state].get(byte) if state is not None else None
-        return state is not None and self.ends[state]
-
 
 def explore(
     first: Hashable,

@@ -48,6 +48,11 @@ class ObjectRule:
             return UNLIMITED
         if any(key in self.allowed[number] and key not in self.needed[number] for key, _ in shape.dependents):
             raise self.members.document.error("#", "maxProperties cannot be combined with dependentRequired")
+        for node in sorted(shape.outside):
+            matches = ((key, self.members.matches(shape, key)) for key in self.needed[number])
+            if not any(self.members.is_outside(node, key, matched) for key, matched in matches):
+                path = f"{self.members.document.paths[node]}/additionalProperties"
+                raise self.members.document.error(path, "its opposite cannot be combined with maxProperties")
         if self.requirements.num_sums > 1 and self.requirements.others[number] and most >= self.requirements.num_sums:
             raise self.members.document.error("#", f"maxProperties above {most} cannot be combined with minProperties")
         return most

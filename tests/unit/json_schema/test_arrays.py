@@ -72,6 +72,21 @@ CASES: dict[str, SchemaCase] = {
         [[], [1], [[], []]],
         [[[]], 3, [1, 2]],
     ),
+    "an item that decides how deep the next one is": (
+        {
+            "type": "array",
+            "anyOf": [
+                {
+                    "prefixItems": [{"type": "string", "pattern": "^x"}, {"const": [[[]]]}],
+                    "minItems": 2,
+                    "items": False,
+                },
+                {"prefixItems": [{"type": "string", "pattern": "^y"}], "minItems": 1, "items": False},
+            ],
+        },
+        [["x", [[[]]]], ["y"]],
+        [["x"], ["y", [[[]]]]],
+    ),
     "unique listed items": (
         {"items": {"enum": ["a", "ab", 1, 12, 1.5, None, True]}, "uniqueItems": True, "maxItems": 3},
         [[], ["a", "ab", 1], [12, 1, 1.5], [True, None, 1]],
@@ -105,6 +120,15 @@ CASES: dict[str, SchemaCase] = {
         {"items": {"type": ["object", "array", "string"]}, "uniqueItems": True, "maxItems": 2},
         [[], [{}, []], [[1, 1], "a"], ["a", "b"]],
         [[{}, [], "a"], ["a", "b", "c"], ["a", "a"], [[], []], [1]],
+    ),
+    "unique listed texts beside longer ones": (
+        {
+            "items": {"anyOf": [{"enum": ["a", "b"]}, {"type": "string", "minLength": 3}]},
+            "uniqueItems": True,
+            "type": "array",
+        },
+        [["a", "abc", "b"], ["xyz"]],
+        [["a", "a"], ["ab"], ["xyz", "xyz"]],
     ),
     "unique items beside any": (
         {"anyOf": [{"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}, {"maxItems": 1}]},

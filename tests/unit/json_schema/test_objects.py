@@ -258,6 +258,17 @@ CASES: dict[str, SchemaCase] = {
         [{"kind": "k1"}, {"p1": "x", "kind": "k2"}, {f"p{n}": "x" for n in range(7)}],
         [{}, {"kind": "k1", "p1": "x"}, {"kind": "x"}, {"p1": "x"}],
     ),
+    "a value whose alternative a later key names": (
+        {
+            "type": "object",
+            "anyOf": [
+                {"properties": {"n": {"const": n}, "v": {"items": {"type": kind}, "type": "array"}}}
+                for n, kind in enumerate(("string", "boolean", "null", "object", "array"))
+            ],
+        },
+        [{"v": [value], "n": n} for n, value in enumerate(("x", True, None, {}, []))] + [{"v": [], "n": 4}],
+        [{"v": [None], "n": 0}, {"v": ["x", True]}, {"v": [{}], "n": 4}],
+    ),
     "twenty conditions": (
         {
             "type": "object",

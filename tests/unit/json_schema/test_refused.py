@@ -7,6 +7,7 @@ import pytest
 
 from shared.grammar.documents.json_schema import compile_schema
 from shared.grammar.limits import GrammarError
+from shared.grammar.schema import disjuncts
 from tests.grammars import budget
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -37,9 +38,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "endless": ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "accepts nothing"),
     "lookbehind": ({"properties": {"a/b": {"pattern": "(?<=x)"}}}, "#/properties/a~1b/pattern"),
     "nothing": ({"type": "string", "enum": [1]}, "accepts nothing"),
+    "no characters": ({"type": "string", "pattern": "^$", "minLength": 1}, "accepts nothing"),
     "no keys": ({"type": "object", "required": ["a"], "properties": {"a": False}}, "accepts nothing"),
+    "more keys than the most": (
+        {"type": "object", "required": ["a"], "minProperties": 3, "maxProperties": 2},
+        "accepts nothing",
+    ),
     "too few keys": ({"type": "object", "minProperties": 3, "propertyNames": {"enum": ["a", "b"]}}, "accepts nothing"),
     "no multiple": ({"multipleOf": 0.3, "minimum": 0.31, "maximum": 0.59, "type": "number"}, "accepts nothing"),
+    "another key, of few": (
+        {"maxProperties": 1, "not": {"properties": {"a": True}, "additionalProperties": False}, "type": "object"},
+        "#/not/additionalProperties",
+    ),
     "not keys, of few": (
         {"maxProperties": 3, "not": {"patternProperties": {"a": {"type": "null"}}}},
         "#/not/patternProperties",
@@ -81,13 +91,21 @@ def test_what_is_refused_is_named(name: str) -> None:
     assert message in str(error.value)
 
 
+def test_branches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disjuncts, "MAX_BRANCHES", 3)
+    compile_schema({"anyOf": [{"const": n} for n in range(3)]}, budget())
+    with pytest.raises(GrammarError, match="more than 3 combined alternatives"):
+        compile_schema({"anyOf": [{"const": n} for n in range(4)]}, budget())
+
+
 def test_nesting_is_bounded() -> None:
-    array: Any = {"maxItems": 0}
-    for _ in range(63):
-        array = {"items": array}
-    compile_schema(array, budget())
-    with pytest.raises(GrammarError, match="nested deeper than 64"):
-        compile_schema({"items": array}, budget())
+    for wrap in (lambda schema: {"items": schema}, lambda schema: {"allOf": [schema]}):
+        nested: Any = {"maxItems": 0}
+        for _ in range(63):
+            nested = wrap(nested)
+        compile_schema(nested, budget())
+        with pytest.raises(GrammarError, match="nested deeper than 64"):
+            compile_schema(wrap(nested), budget())
     tree: Any = {"type": "integer"}
     for _ in range(40):  # maps of schemas are no schemas
         tree = {"properties": {"a": tree}}

@@ -32,10 +32,20 @@ CASES: dict[str, SchemaCase] = {
     ),
     "multiples of two fractions": ({"allOf": [{"multipleOf": 0.4}, {"multipleOf": 0.06}]}, [1.2, 12, -2.4], [0.4, 0.6]),
     "whole multiples of a fraction": ({"type": "integer", "multipleOf": 1.5}, [3, 900], [1, 1.5, 4.5]),
+    "multiples of many remainders below a bound": (
+        {"multipleOf": 100_003, "maximum": 200 * 100_003},
+        [0, 100_003, -100 * 100_003],
+        [100_004, 201 * 100_003],
+    ),
     "old bounds": (
-        {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True},
-        [2, 1.5],
-        [1, 0],
+        {"$schema": "http://json-schema.org/draft-04/schema#", "minimum": 1, "exclusiveMinimum": True} | {"maximum": 3},
+        [2, 1.5, 3],
+        [1, 0, 4],
+    ),
+    "old upper bounds": (
+        {"$schema": "http://json-schema.org/draft-04/schema#", "maximum": 3, "exclusiveMaximum": True, "minimum": 1},
+        [1, 2.5],
+        [3, 0],
     ),
     "string": (
         {"type": "string", "minLength": 2, "maxLength": 3},

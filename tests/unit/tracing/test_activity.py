@@ -4,14 +4,18 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from shared.tracing.activity import ActivityRecorder, StepActivity
 from shared.tracing.chrome import chrome_text
 from shared.tracing.recorder import Recorder
 from shared.tracing.timeline_page import page
 from shared.tracing.trace import Span, Trace
 from shared.tracing.workload import run
+from shared.tracks.ranks.channel import NUM_TIMED
 from tests.unit.tracing.recording import arrivals, make_engine, recorded
 from tests.unit.tracing.written import check_events, embedded, table
 
@@ -89,6 +93,16 @@ def test_both_files_have_a_lane_of_the_host_and_one_of_the_gpu(overlapped: Trace
         assert row[-1] == (
             f"forward {(trace.steps[2].ended_ns - trace.steps[1].ended_ns - 5) / 1e6:.2f}" if has_gpu else told
         )
+
+
+def test_a_rank_has_no_times_of_messages_before_the_step() -> None:
+    times = np.zeros((3, NUM_TIMED, 2), np.int64)
+    times[1:, :2] = [[[120, 130], [140, 150]], [[40, 50], [141, 151]]]  # the first message's of rank 2 are old
+    recorder = ActivityRecorder.__new__(ActivityRecorder)
+    recorder.group, recorder.offset_ns = SimpleNamespace(board=SimpleNamespace(times=times)), 1000
+    activity = StepActivity(lambda: 0, 0, [Span("schedule", 1100, 1110)], messages=range(NUM_TIMED, NUM_TIMED + 2))
+    first, second = Span("forward", 1120, 1130), Span("forward", 1140, 1150)
+    assert recorder.rank_spans(activity) == ((first, second), (Span("forward", 1141, 1151),))
 
 
 @pytest.mark.gpu

@@ -1,11 +1,13 @@
 """The profiler: what it counts, and that nothing of it stays."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from shared.sampling.params import SamplingParams
-from shared.tracing.profiler import Profiler
+from shared.tracing.profiler import ProfiledStep, Profiler
 from shared.tracing.recorder import Recorder
 from tests.unit.tracing.recording import SPECULATING, make_engine
 
@@ -35,6 +37,21 @@ def test_a_profile_counts_tokens_lengths_forwards_and_drafts(folder: Path) -> No
     assert 0 < stats["acceptance at position 0"] <= 1
     list(engine.generate("one", PARAMS))
     assert profile.steps == steps, "the context is closed"
+
+
+def test_a_decode_step_computes_no_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[tuple[tuple[str, ...], tuple[str, ...], int, float]] = [
+        ((), ("a",), 1, 0.9),
+        (("a",), (), 3, 0.002),
+        (("a",), ("b",), 9, 0.8),
+    ]
+    steps = [
+        ProfiledStep(cast(Any, SimpleNamespace(decoded=decoded, prefilled=prompts)), count, (5,), seconds)
+        for decoded, prompts, count, seconds in kinds
+    ]
+    monkeypatch.setattr(Profiler, "steps", steps)
+    found = Profiler(make_engine(folder, "10", max_batch_size=2)).stats()
+    assert (found["tokens of a decode step"], found["forward, median ms"]) == (3, 2)
 
 
 def test_a_profile_and_a_trace_of_one_run_agree(folder: Path) -> None:
