@@ -3,9 +3,11 @@ tokens of transformers that answers are compared with."""
 
 import gc
 import json
+import logging
 import os
 import random
 import time
+from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 
@@ -105,6 +107,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         run_on_own_engine(config, items)
     if not torch.cuda.is_available():
         keep_one_skip_a_function(config, items)
+
+
+class Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.kept: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.kept.append(record.getMessage())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fails a test in which the forward of several requests raised: each is computed again by itself, so their answers
+    do not tell.
+    """
+    messages, logger = Messages(), logging.getLogger("infer.engine")
+    logger.addHandler(messages)
+    try:
+        yield
+    finally:
+        logger.removeHandler(messages)
+    raised = [message for message in messages.kept if message.startswith("A forward of")]
+    if raised and item.get_closest_marker("failing_forwards") is None:
+        pytest.fail(f"{raised[0]} A test that makes forwards raise is marked failing_forwards.", pytrace=False)
 
 
 def run_on_own_engine(config: pytest.Config, items: list[pytest.Item]) -> None:

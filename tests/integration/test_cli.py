@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -16,14 +18,19 @@ import typer
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.answer import TerminalAnswer
 from shared.cli.chat import chat
 from shared.cli.course.phase import phase_app
 from shared.cli.generate import generate
-from shared.cli.options import BATCHING, FIELDS
+from shared.cli.options import BATCHING, FIELDS, SAMPLING, take_sampling_params
 from shared.cli.serve import serve
 from shared.cli.trace import trace
 from shared.engine.config import EngineConfig
+from shared.grammar.grammar import Grammar
 from shared.lessons import find_lesson, lessons, newest_lesson
+from shared.server.settings import ServerConfig
+from shared.tracks.multi_token.adapter import AdapterConfig
+from shared.tracks.multi_token.training.distillation import TrainingConfig
 from tests.integration.infer_process import InferProcess
 from tests.waiting import PATIENCE
 
@@ -185,12 +192,12 @@ def test_generate_passes_every_sampling_option_on(tiny: str, monkeypatch: pytest
     options = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "seed": 7, "min_p": 0.01}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.3, "min_tokens": 2}
     arguments = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    result = infer("generate", "--prompt", "-", "-n", "16", "--ignore-eos", "-q", *arguments, stdin="Hi there\n")
-    assert result.stdout == generated(tiny, "Hi there", max_new_tokens=16, ignore_eos=True, **options) + "\n"
+    result = infer("generate", "--prompt", "-", "-n", "16", "--ignore-eos", "-q", *arguments, stdin="Hi there \r\n")
+    assert result.stdout == generated(tiny, "Hi there ", max_new_tokens=16, ignore_eos=True, **options) + "\n"
     assert result.stderr == ""
     stop = result.stdout[4:6]
     stopped = infer(
-        "generate", "-p", "Hi there", "-n", "16", "--ignore-eos", "--stop", "never said", "--stop", stop, *arguments
+        "generate", "-p", "Hi there ", "-n", "16", "--ignore-eos", "--stop", "never said", "--stop", stop, *arguments
     )
     assert stopped.stdout == result.stdout[: result.stdout.index(stop)] + "\n"
     assert "finish: stop" in stopped.stderr
@@ -266,17 +273,23 @@ def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Pa
         ids = encode_chat(tokenizer, [ChatMessage(*message) for message in messages], template="llama3")
         return generated(str(folder), ids, temperature=0, max_new_tokens=5, ignore_eos=True)
 
-    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/help\n/frobnicate\n/quit\nnever read\n"
+    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/reset\nHello\n/reset\n/system\nHello\n"
+    typed += "/help\n/frobnicate\n/quit\nnever read\n"
     result = infer("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", stdin=typed)
     assert result.exit_code == 0
     first = answer(("user", "Hello"))
     second = answer(("user", "Hello"), ("assistant", first), ("user", "And then?"))
     third = answer(("system", "Be brief."), ("user", "Hello"))
-    assert result.stdout == f"{first}\n{second}\n{third}\n"
+    assert result.stdout == f"{first}\n{second}\n{third}\n{third}\n{first}\n"
     assert "no command /frobnicate" in result.stderr
+    command = ("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", "--stop", first)
+    assert infer(*command, stdin="Hello\nAnd then?\n").stdout == f"\n{answer(('user', 'And then?'))}\n", "no empty turn"
 
 
 def test_chat_says_when_the_conversation_is_too_long_and_goes_on(tiny_checkpoints: dict[str, Path]) -> None:
+    from shared.text.chat import ChatMessage, encode_chat
+    from shared.text.tokenizer import Tokenizer
+
     command = ("chat", "--model", tiny_checkpoints["qwen3"], "--max-seq-len", "60", "-n", "99", "--ignore-eos", "-q")
     result = infer(*command, stdin=f"Hi\n{'x' * 200}\n/reset\nHi\n")
     assert result.exit_code == 0
@@ -284,6 +297,117 @@ def test_chat_says_when_the_conversation_is_too_long_and_goes_on(tiny_checkpoint
     assert result.stderr.count("has reached the limit of 60 tokens") == 2
     first, second = result.stdout[: len(result.stdout) // 2], result.stdout[len(result.stdout) // 2 :]
     assert first == second != ""
+    tokenizer = Tokenizer.load(tiny_checkpoints["qwen3"])
+    most = len(encode_chat(tokenizer, [ChatMessage("user", "Hi")], template="qwen3", thinking=None))
+    full = infer(*command[:4], str(most), *command[5:], stdin="Hi\n")
+    assert f"the conversation has {most} tokens; the limit is {most}, answer included, so it was not" in full.stderr
+
+
+def test_the_line_of_speeds_counts_the_tokens_after_the_first() -> None:
+    answer = TerminalAnswer([1])
+    answer.device, answer.finish_reason = "the CPU", "length"
+    for times, speed, count in (
+        ([0.5], "no decode (one token)", "1 token"),
+        ([0.5, 1, 2], "decode 1.3 tokens/s", "3 tokens"),
+    ):
+        answer.token_times = times
+        assert answer.summary() == f"first token 0.500 s · {speed} · {count} on the CPU · finish: length"
+
+
+def test_sampling_options_make_sampling_params() -> None:
+    """Each with a value of its own, and all others by themselves; without a seed there is one."""
+    from shared.sampling.params import SamplingParams
+
+    given: dict[str, Any] = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": 0}
+    given |= {"repetition_penalty": 1.5, "presence_penalty": 0.25, "frequency_penalty": 0.75, "min_tokens": 2}
+    given |= {"thinking_budget": 4, "min_thinking_tokens": 1, "regex": "a"}
+    lists = {"logit_bias": ["7=-1.5", "8=2"], "stop": ["x", "y"], "stop_token_id": [9]}
+    settings = {option.name: option.default for option in SAMPLING} | given | lists | {"device": "cpu"}
+    expected = {name: value for name, value in given.items() if name not in ("max_tokens", "regex")}
+    assert take_sampling_params(settings) == SamplingParams(
+        **expected,
+        max_new_tokens=5,
+        logit_bias={7: -1.5, 8: 2.0},
+        stop=("x", "y"),
+        stop_token_ids=(9,),
+        structured_output=Grammar.regex("a"),
+    )
+    assert settings == {"device": "cpu"}, "the engine's are left"
+    default = {option.name: option.default for option in SAMPLING} | {"ignore_eos": True}
+    params = [take_sampling_params({**default}) for _ in range(2)]
+    assert params[0].seed != params[1].seed
+    assert replace(params[0], seed=None) == SamplingParams(max_new_tokens=128, temperature=0.0, ignore_eos=True)
+
+
+SERVED = {
+    "host": "127.0.0.1", "port": 0, "served_model_name": "m", "api_key": "k", "named_events": True,
+    "allowed_hosts": "a, b", "openai_statuses": True, "allowed_origins": "https://c", "root_path": "/llm",
+    "default_max_tokens": 7, "max_connections": 8, "grace": 5.0, "send_timeout": 6.0, "close_objects": True,
+    "max_body_bytes": 9, "chat_template": "builtin:chatml", "log_format": "text", "verbose": True,
+    "max_batch_size": 3, "engine_thread": True, "no_generation_config": True,
+}  # fmt: skip
+
+
+def test_options_of_a_server_reach_it(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+    chosen = SimpleNamespace(state=SimpleNamespace(intake=SimpleNamespace(chat=SimpleNamespace(format=None))))
+    monkeypatch.setattr("shared.server.process.run", lambda app, config, bound, **more: found.update(more, run=config))
+    monkeypatch.setattr("shared.server.app.make_app", lambda handle, config: found.update(made=config) or chosen)
+    monkeypatch.setattr("shared.server.engine.thread.EngineThread", lambda engine: engine)
+    monkeypatch.setattr("shared.cli.serve.load_warm", lambda *load, **engine: found.update(load=load, engine=engine))
+    monkeypatch.setattr("shared.loading.generation_config.sampling_defaults", lambda folder: {"top_k": 5})
+    monkeypatch.setattr("shared.server.http.logs.configure", lambda *log, **more: found.update(log=(*log, more)))
+    options = [
+        part
+        for name, value in SERVED.items()
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
+    ]
+    assert infer("serve", tiny, *options).exit_code == 0
+    names = ("api_key", "named_events", "openai_statuses", "root_path", "max_connections", "grace", "send_timeout")
+    names += ("close_objects", "max_body_bytes", "chat_template")
+    config: Any = {name: SERVED[name] for name in names} | {"model_name": "m", "allowed_hosts": ("a", "b")}
+    config |= {"allowed_origins": ("https://c",), "max_tokens": 7, "max_chat_tokens": 7}
+    number = newest_lesson().number
+    assert found.pop("engine") == {name: field.default for name, field in FIELDS.items() if name != "model"} | {
+        "device": "cpu",
+        "max_batch_size": 3,
+    }
+    assert found == {
+        "run": ServerConfig(**config),
+        "made": ServerConfig(**config),
+        "load": (number, tiny, "text", True),
+        "log": ("text", {"verbose": True}),
+        "model": "m",
+        "chat_template": None,
+        "phase": number,
+        "device": "the CPU",
+    }
+    assert infer("serve", tiny, "--port", "0").exit_code == 0
+    assert found["run"] == ServerConfig(Path(tiny).name, sampling_defaults={"top_k": 5})
+    assert found["load"][2:] == ("json", False)
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_options_of_training_reach_it(is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that pauses prints no folder."""
+    found: list[Any] = []
+
+    def train(*given: Any, report: Callable[[str], None]) -> bool:
+        found.append(given)
+        report("step 1")
+        return is_done
+
+    monkeypatch.setattr("shared.tracks.multi_token.training.run.train_adapter", train)
+    given = "--masks 2 --rank 4 --alpha 8 --target qkv --steps 9 --minutes 1.5 --pause-after 2.5 --prompts 3 --batch 6"
+    given += " --length 16 --max-tokens 5 --rows 7 --anchors 11 --learning-rate 0.5 --measure-every 12 --seed 13"
+    given += " --dtype float32"
+    result = infer("train", "mtp", "m", "--out", tmp_path, *given.split())
+    assert (result.stdout, result.stderr) == (f"{tmp_path}\n" * is_done, "step 1\n")
+    shape, training = AdapterConfig(4, 8.0, ("qkv",), 2), TrainingConfig(9, 1.5, 7, 11, 0.5, 13, 12)
+    writing = {"num_prompts": 3, "length": 16, "max_new_tokens": 5, "seed": 13}
+    assert found == [("m", tmp_path, shape, training, writing, 6, "float32", "cpu", 2.5)]
+    assert infer("train", "mtp", "m", "--out", tmp_path).exit_code == 0
+    assert found[1][2:4] == (AdapterConfig(), TrainingConfig())
 
 
 # models, ladder, comparison, phases by themselves
@@ -340,6 +464,7 @@ REFUSALS: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "--max-seq-len", "1"), "max_seq_len is 1"),
     ((*GENERATE, "--max-seq-len", "999999"), "max_seq_len is 999999"),
     ((*GENERATE, "--thinking"), "--chat"),
+    ((*GENERATE, "--chat-template", "builtin:chatml"), "--chat"),
     ((*GENERATE, "--chat", "--thinking"), "thinking"),
     (("generate", "--model", "{tiny}", "--prompt", ""), "prompt is empty"),
     (("generate", "--model", "/no/such/folder", "--prompt", "x"), "/no/such/folder"),
@@ -420,6 +545,8 @@ def test_control_c_in_a_chat_stops_the_answer_then_leaves(tiny: str) -> None:
     assert process.stdout.read(8)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline().strip() == b"(stopped)"
+    process.stdin.write(b"/help\n")
+    assert process.stderr.readline().startswith(b"/reset"), "without a line of speeds before it"
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE) == 130
     assert b"Traceback" not in process.stderr.read()

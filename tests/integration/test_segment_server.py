@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.segments import SegmentClient
 from shared.sampling.params import SamplingParams
 from shared.text.chat import ChatMessage, choose_template, encode_chat
 from shared.tracks.segments.llm import SegmentLLM
@@ -212,14 +213,15 @@ def infer(*arguments: Any) -> Any:
 
 
 def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.Client, tmp_path: Path) -> None:
-    """Files in the order of their names, other files left out; asked again, nothing but the question is computed."""
-    for name, text in (("b.txt", TEXTS[1]), ("a.md", TEXTS[0]), ("c.pdf", "no text")):
+    """Files below it in the order of their names, others left out; asked again, only the question is computed."""
+    (tmp_path / "a").mkdir()
+    for name, text in (("b.txt", TEXTS[1]), ("a/b.md", TEXTS[0]), ("c.pdf", "no text")):
         (tmp_path / name).write_text(text)
     where = ("--url", server.url, "--api-key", "secret")
     registered = infer("register", tmp_path, *where)
     assert registered.exit_code == 0, registered.output
     lines = [line.split() for line in registered.stdout.splitlines()]
-    assert [Path(line[-1]).name for line in lines] == ["a.md", "b.txt"]
+    assert [Path(line[-1]).name for line in lines] == ["b.md", "b.txt"]
     names = [line[0] for line in lines]
     for over, order in (([tmp_path], names), ([tmp_path / "b.txt", names[0]], names[::-1])):
         asked = infer("ask", "When?", *over, "--max-tokens", 8, *where)
@@ -233,6 +235,33 @@ def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.C
     assert all(name in listed for name in names)
 
 
+def test_a_list_has_all_pages_and_each_fact_of_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [("a", 1_500_000, 0, "c"), ("b", 0, 12, "d"), ("c", 2_000_000_000, 3, None)]
+    asked: list[dict[str, Any]] = []
+
+    def call(client: Any, method: str, path: str, body: Any = None, **params: Any) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "m"}]}
+        name, num_bytes, num_users, last_id = pages[len(asked)]
+        asked.append(params)
+        segment = {
+            "id": name,
+            "role": f"role {name}",
+            "num_tokens": 1234,
+            "num_bytes": num_bytes,
+            "num_users": num_users,
+        }
+        return {"data": [segment], "last_id": last_id, "has_more": last_id is not None}
+
+    monkeypatch.setattr(SegmentClient, "call", call)
+    header, *rows = [line.split() for line in infer("list").stdout.splitlines() if "role " in line]
+    assert " ".join(header) == "id role tokens in the cache used by"
+    sizes = (["1.5", "MB"], ["no"], ["2,000.0", "MB"])
+    expected = zip(pages, sizes, strict=True)
+    assert rows == [[name, "role", name, "1,234", *size, str(users)] for (name, _, users, _), size in expected]
+    assert asked == [{"limit": 1000, **more} for more in ({}, {"after": "c"}, {"after": "d"})]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -240,6 +269,7 @@ def test_questions_over_a_folder_of_texts(server: ServerProcess, client: httpx.C
         (("ask", "When?", "EMPTY"), "has no text files; their names end in .txt or .md"),
         (("register", "LONG"), "long.txt: This model's maximum context length is"),
         (("register", "BYTES"), "cannot be read as UTF-8 text"),
+        (("register", "BLANK"), "blank.txt is empty; leave it out."),
         (("list", "--api-key", "wrong"), "API key"),
         (("list", "--url", "http://127.0.0.1:port"), "--url is 'http://127.0.0.1:port' (Invalid port"),
         (("list", "--url", "http://127.0.0.1:9"), "There is no server of this project at http://127.0.0.1:9"),
@@ -251,7 +281,8 @@ def test_the_command_says_what_is_wrong(
     (tmp_path / "empty").mkdir()
     (tmp_path / "long.txt").write_text("a b c " * 100_000)
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt"}
+    (tmp_path / "blank.txt").write_text(" \n")
+    paths = {"EMPTY": "empty", "LONG": "long.txt", "BYTES": "bytes.txt", "BLANK": "blank.txt"}
     where = ["--url", server.url, "--api-key", "secret"]
     given = [str(tmp_path / paths[one]) if one in paths else one for one in arguments]
     result = infer(given[0], *where, *given[1:])

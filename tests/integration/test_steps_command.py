@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.trace_steps import write_course_run
+from shared.errors import ConfigError
+from shared.lessons import Lesson, find_lesson
 from shared.tracing.steps.page import write
 from shared.tracing.steps.patches import applied
 from tests.integration.infer_process import INFER
@@ -50,6 +53,18 @@ def test_the_requests_of_the_chapter_with_other_settings(model: str, tmp_path: P
     assert found["settings"]["prefill_chunk_size"] == 12, "the chapter's"
     assert "ChunkedScheduler.schedule" in {each["name"] for each in found["functions"]}
     assert (tmp_path / "steps.html").read_text(encoding="utf-8") == write(found), "the page has the same recording"
+
+
+def test_only_what_was_chosen_differs_from_the_chapter(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the device, which belongs to the machine."""
+
+    def stop(lesson: Lesson, model: str, **settings: Any) -> None:
+        raise ConfigError(", ".join(f"{name} {settings[name]}" for name in ("device", "max_batch_size", "block_size")))
+
+    settings = {"device": "here", "max_batch_size": 99, "block_size": 64}
+    monkeypatch.setattr("shared.cli.options.load_engine", stop)
+    with pytest.raises(ConfigError, match=r"device here, max_batch_size \d, block_size 64"):
+        write_course_run(find_lesson("07"), model, settings, {"block_size": 64}, Path())
 
 
 def states_of(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.cli.options import FIELDS
+from shared.cli.trace import _variants
 from shared.engine.config import EngineConfig
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
@@ -160,6 +162,19 @@ def test_what_cannot_be_traced_is_refused_in_one_paragraph(
     assert told in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert set(tmp_path.iterdir()) - set(before) <= {tmp_path / "trace"}
+
+
+@pytest.mark.parametrize(("num_blocks", "num_regions", "as_many"), [(None, 4, 25), (20, 3, 19), (2, 1, 7)])
+def test_blocks_and_regions_that_are_compared_hold_the_same(
+    num_blocks: int | None, num_regions: int, as_many: int
+) -> None:
+    """A region is for a longest sequence; in blocks, all requests may run at once."""
+    own = {"max_seq_len": 100, "block_size": 16, "max_batch_size": 4, "num_gpu_blocks": num_blocks}
+    settings = {name: field.default for name, field in FIELDS.items()} | own
+    (_, regions), (_, blocks) = _variants("contiguous, paged", settings, 6)
+    others = {name: value for name, value in settings.items() if name not in ("block_size", "num_gpu_blocks")}
+    assert regions == others | {"kv_cache_backend": "contiguous", "max_batch_size": num_regions}
+    assert blocks == settings | {"kv_cache_backend": "paged", "max_batch_size": 6, "num_gpu_blocks": as_many}
 
 
 def test_documents_are_segments_with_rows_of_their_own(model: str, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_short_common_beginning_decides_nothing() -> None:
         assert found[0] != ["a"], f"a has 4 of {num_keys} keys, and a share of {min_share} is wanted"
 
 
+@example("a" * (CHUNK - 1), "b", "c")  # a difference in the last byte of a chunk
 @example("", "a" * CHUNK + "c" * CHUNK, "b" * CHUNK + "c" * CHUNK)  # the same chunk after another one
 @given(st.text(max_size=400), st.text(max_size=400), st.text(max_size=400))
 def test_prompts_share_as_many_keys_as_whole_chunks(common: str, one: str, other: str) -> None:
@@ -135,8 +136,10 @@ def test_a_key_that_all_replicas_were_sent_names_the_latest_of_them() -> None:
     table = PrefixTable[bytes, int]()
     for replica in range(3 * MOST_REPLICAS):
         table.record([b"system"], replica)
+    oldest = 2 * MOST_REPLICAS
+    table.record([b"system"], oldest)  # which is the latest then
     table.record([b"system", b"question"], 0)
-    latest = {0, *range(2 * MOST_REPLICAS + 1, 3 * MOST_REPLICAS)}
+    latest = {0, oldest, *range(oldest + 2, 3 * MOST_REPLICAS)}
     assert table.matches([b"system"]) == dict.fromkeys(latest, 1)
     assert table.matches([b"system", b"question", b"more"]) == {0: 2}
 
@@ -147,6 +150,10 @@ def test_the_table_is_bounded_and_forgets_replicas_that_are_gone() -> None:
     table.record([b"c", b"d"], "two")
     assert len(table) == 3
     assert table.matches([b"a", b"b"]) == {"one": 1}  # the last key of the older prefix is forgotten first
+    recent = PrefixTable[bytes, str](max_keys=2)
+    for key in (b"a", b"b", b"a", b"c"):
+        recent.record([key], "one")
+    assert [recent.matches([key]) for key in (b"a", b"b", b"c")] == [{"one": 1}, {}, {"one": 1}]
     table.keep({"two"})
     assert len(table) == 2
     assert table.matches([b"a"]) == {}

@@ -182,6 +182,7 @@ def test_graphs_that_are_asked_for_are_captured_or_refused() -> None:
     assert make(view=view).executor.graphs
 
 
+@pytest.mark.failing_forwards
 def test_a_failing_part_leaves_the_results_of_the_others() -> None:
     """The parts of a batch are replayed one after the other, and write to the same memory."""
     runner = make()

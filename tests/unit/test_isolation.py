@@ -13,6 +13,7 @@ from shared.engine.executor.isolation import run_isolated
 from tests.comparison import assert_equal
 
 
+@pytest.mark.failing_forwards
 @settings(max_examples=200)
 @given(n=st.integers(0, 40), start=st.integers(0, 5), data=st.data())
 def test_only_culprits_fail_and_order_is_kept(n: int, start: int, data: st.DataObject) -> None:
@@ -46,6 +47,7 @@ def test_only_culprits_fail_and_order_is_kept(n: int, start: int, data: st.DataO
     assert len(runs) <= (1 + 2 * len(culprits) * depth if n else 0), f"{len(runs)} runs to find {len(culprits)} of {n}"
 
 
+@pytest.mark.failing_forwards
 def test_no_exception_is_alive_while_the_halves_run() -> None:
     """It would keep its frames, and with them the memory for want of which it may have been raised."""
     alive = []
@@ -60,6 +62,7 @@ def test_no_exception_is_alive_while_the_halves_run() -> None:
     assert_equal(alive, [None] * 7, "exceptions alive in each run", ("run",))
 
 
+@pytest.mark.failing_forwards
 def test_a_failure_that_is_kept_keeps_no_memory() -> None:
     """All parts of a step are kept until its last forward has run, which may need what a failed one had allocated."""
     tensors: list[weakref.ref[torch.Tensor]] = []

@@ -172,6 +172,7 @@ def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.
     assert llm.engine.pool.audit() == []
 
 
+@pytest.mark.failing_forwards
 def test_a_prompt_that_fails_has_an_error_for_an_answer(folder: str) -> None:
     llm = LLM(folder, max_seq_len=64)
     raise_for(llm.engine, 400)

@@ -159,6 +159,7 @@ def test_a_request_whose_states_are_not_those_of_the_step_before_has_no_guesses(
     assert made["1"] == 0 < made["2"]
 
 
+@pytest.mark.failing_forwards
 def test_a_request_that_fails_takes_no_other_with_it(tiny_checkpoints: dict[str, Path], alone: Answers) -> None:
     """Its third token cannot be computed; the forward of the others is run again without it."""
     engine = make(tiny_checkpoints["qwen3"], max_batch_size=5)

@@ -95,6 +95,7 @@ def test_drafts_of_a_model_with_fewer_logits_stay_unmasked(
     assert engine.num_refused > 0
 
 
+@pytest.mark.failing_forwards
 def test_a_draft_that_cannot_be_computed_takes_no_mask_from_others(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

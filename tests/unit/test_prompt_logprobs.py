@@ -114,6 +114,7 @@ def test_a_preempted_request_gets_them_once(tiny_checkpoints: dict[str, Path]) -
         assert sum(output.prompt_logprobs is not None for output in ours) == 1
 
 
+@pytest.mark.failing_forwards
 def test_a_request_that_fails_takes_no_other_ones(
     tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,17 @@
 """``infer simulate``: its table, its JSON and what it refuses."""
 
 import json
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from shared.cli import app
+from shared.simulation.arrivals import Conversations
+from shared.simulation.fleet import FleetPlan
+from shared.simulation.replica import EngineLimits
 
 SMALL = ("--replicas", "2,4", "--router", "prefix,round-robin", "--seconds", "4", "--rate", "5")
 
@@ -45,10 +50,39 @@ def test_a_recorded_trace_is_served_once(tmp_path: Path) -> None:
     assert found["hit_rate"] == pytest.approx(29 * 32 / (30 * 64))
 
 
+OPTIONS = """--gateways 2 --table-keys 9 --report-seconds 0.5 --update-at 3 --update-together 4 --max-batch-size 5
+--kv-tokens 4096 --block-tokens 32 --price 7 --seed 8 --systems 6 --system-tokens 10 --turn-tokens 11 --new-tokens 12
+--turns 1.5 --pause 2.5 --json --replicas 8,9 --router prefix,round-robin"""
+
+
+def test_options_reach_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of replicas and router in turn; a recorded trace has no warm-up, and its own rate by default."""
+    found: list[Any] = []
+    monkeypatch.setattr("shared.simulation.fleet.Fleet", lambda plan, times, limits, seed: (plan, limits, seed))
+    monkeypatch.setattr("shared.simulation.results.serve", lambda *given: found.append(given))
+    for name in ("arrival_times", "conversations", "recorded"):
+        monkeypatch.setattr(f"shared.simulation.arrivals.{name}", lambda *given: given)
+    trace = tmp_path / "trace.jsonl"
+    trace.touch()
+    run(*OPTIONS.split(), "--trace", "steady", "--rate", "5", "--seconds", "40")
+    run(*OPTIONS.split(), "--seconds", "8")
+    run(*OPTIONS.split(), "--trace", str(trace), "--rate", "5")
+    run(*OPTIONS.split(), "--trace", str(trace))
+    people = Conversations(6, 10, 11, 12, 1.5, 2.5, block_tokens=32)
+    expected = []
+    for shape, rate, seconds in (("steady", 5.0, 40.0), ("poisson", 10.0, 8.0), (None, 5.0, 0.0), (None, None, 0.0)):
+        for number, router in product((8, 9), ("prefix", "round-robin")):
+            fleet = FleetPlan(number, router, 2, 9, 0.5, 3.0, 4), EngineLimits(5, block_size=32, kv_tokens=4096), 8
+            scaled = None if rate is None else rate * number
+            made = ((shape, scaled, seconds, 8), people, 8) if shape else (trace, 32, scaled)
+            expected.append((fleet, made, seconds / 4, 7.0))
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--replicas", "ten"], "--replicas is 'ten'"),
+        *((["--replicas", each], f"--replicas is '{each}'") for each in ("ten", "0", "1,0", "100001", "-1")),
         (["--router", "random"], "router is 'random'"),
         (["--trace", "tides"], "--trace is 'tides'"),
         (["--step-times", "no.json"], "no.json cannot be read"),

@@ -194,7 +194,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TemplateOptions(Strict):
-    """A text that the answer may partly repeat, used to look up drafts."""
+    """``enable_thinking``: whether the model thinks before it answers; None: as its template does by default."""
 
     enable_thinking: bool | None = None
 

@@ -100,7 +100,8 @@ def _of_response_format(value: Any, is_closed: bool) -> Iterator[tuple[Grammar, 
         said = "it must be an object whose type is text, json_object, json_schema or regex."
         raise invalid(f"response_format is {short(value)}; {said}", param=param)
     rest = {name: field for name, field in value.items() if name != "type"}
-    if kind == "json_schema" and rest.keys() == {"json_schema"}:
+    if kind == "json_schema" and "json_schema" in rest:
+        _fields(param, rest, set(), {"json_schema"})
         param, rest = f"{param}.json_schema", rest["json_schema"]
         rest = _fields(param, rest, {"schema"}, {"schema", *_LABELS})
         for name, (kind_of_label, said) in _LABELS.items():

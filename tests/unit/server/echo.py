@@ -103,13 +103,13 @@ class EchoEngine:
 
     def add_request(self, prompt: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
         assert request_id is not None
-        ids = check_prompt(prompt, VOCAB, LIMIT)
+        ids = check_prompt(prompt, VOCAB, self.max_seq_len)
         if len(self.waiting) >= self.config.max_waiting_requests:
             raise QueueFullError(f"{len(self.waiting)} requests wait, as many as may.")
         if request_id in self.waiting or request_id in self.running:
             raise RequestError(f"The id {request_id} is in use.")
         request = self.waiting[request_id] = Request(request_id, ids, params, 0)
-        self.streams[request] = OutputStream(request, self.tokenizer, LIMIT)
+        self.streams[request] = OutputStream(request, self.tokenizer, self.max_seq_len)
         return request_id
 
     def step(self) -> list[StepOutput]:

@@ -37,7 +37,22 @@ def test_without_a_limit_each_answer_has_the_room_after_the_longest_prompt(folde
             assert error_of(full)["code"] == "context_length_exceeded"
 
 
-def test_a_long_text_that_is_tokenized_delays_no_short_one(folder: Path) -> None:
+LONG = "ab" * 2**13 + "c"
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
+DEFINED = {"type": "function", "function": {"name": "f", "description": LONG}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        completion(LONG),
+        chat(LONG),
+        chat(tools=[DEFINED]),
+        chat() | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+    ],
+    ids=["prompt", "content", "tools", "arguments"],
+)
+def test_a_long_text_that_is_tokenized_delays_no_short_one(body: dict[str, Any], folder: Path) -> None:
     engine, has_begun, may_end = EchoEngine(folder, max_seq_len=2**20), threading.Event(), threading.Event()
     encode = engine.tokenizer.encode
 
@@ -49,7 +64,7 @@ def test_a_long_text_that_is_tokenized_delays_no_short_one(folder: Path) -> None
 
     engine.tokenizer.encode = waiting  # type: ignore[method-assign]
     with serving(engine) as running, running.client("*/*") as client, ThreadPoolExecutor(1) as aside:
-        aside.submit(whole, client, prompt="ab" * 2**13 + "c")
+        aside.submit(client.post, PATHS["messages" in body], json=body)
         try:
             assert has_begun.wait(PATIENCE)
             assert client.post("/v1/completions", json=completion(), timeout=20).status_code == 200

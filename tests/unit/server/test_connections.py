@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.server.echo import ENDLESS, EchoEngine, Running, connected, endless, everything, serving
+from tests.unit.server.echo import ENDLESS, EchoEngine, Running, connected, endless, everything, serving, unread
 from tests.unit.server.exchange import completion, error_of, samples
 from tests.waiting import wait_until
 
@@ -155,14 +155,14 @@ def test_what_is_no_request_is_refused_like_any_other(
 def test_a_connection_too_many_is_told_so(patient: Running, caplog: pytest.LogCaptureFixture) -> None:
     wait_until(lambda: not patient.server.server_state.connections)  # of the tests before
     with caplog.at_level(logging.INFO, "infer"), contextlib.ExitStack() as open_connections:
-        first, *_ = [open_connections.enter_context(connected(patient, LIVE)) for _ in range(LIMITS["max_connections"])]
-        assert b"200 OK" in first.recv(4096)
+        taken = [open_connections.enter_context(connected(patient, LIVE)) for _ in range(LIMITS["max_connections"])]
+        assert all(b"200 OK" in each.recv(4096) for each in taken)
         with connected(patient) as another:
             answer = everything(another)
         assert refusal(answer) == (503, "too_many_connections")
         assert b"\r\nretry-after: 1\r\n" in answer
         assert "connection refused" in caplog.messages
-        first.close()
+        taken[0].close()
         wait_until(lambda: len(patient.server.server_state.connections) < LIMITS["max_connections"])
         with patient.client() as client:
             assert client.get("/health/live").status_code == 200
@@ -179,6 +179,19 @@ def test_rubbish_behind_a_request_does_not_enter_its_answer(folder: Path) -> Non
         assert answer.startswith(b"HTTP/1.1 200")
         assert b"invalid_http" not in answer
         wait_until(lambda: not engine.running)
+
+
+def test_a_refused_client_that_does_not_read_is_cut_off(folder: Path) -> None:
+    engine = endless(folder)
+    engine.step_seconds = 0.0
+    body = completion(**ENDLESS, stream=True)
+    with (
+        serving(engine, head_timeout=SECONDS, send_timeout=PATIENT, max_unread_bytes=2**30) as running,
+        unread(running, "/v1/completions", body, receive_buffer=4096) as connection,
+    ):
+        wait_until(lambda: any(each.flow.write_paused for each in list(running.server.server_state.connections)))
+        connection.sendall(b"rubbish\r\n\r\n")
+        wait_until(lambda: not running.server.server_state.connections)
 
 
 def test_a_request_that_follows_another_at_once_has_all_its_time(folder: Path) -> None:

@@ -5,9 +5,11 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +19,11 @@ import pytest
 import uvloop
 
 from shared.engine.output import StepOutput
+from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError
 from shared.sampling.params import SamplingParams
+from shared.server.engine.command_codec import CommandCodec
 from shared.server.engine.loop import (
     Abort,
     Add,
@@ -28,13 +32,14 @@ from shared.server.engine.loop import (
     Command,
     Crashed,
     Event,
+    Idle,
     NewRequest,
     Question,
     Refused,
     Stepped,
     Stop,
 )
-from shared.server.engine.process import EngineProcess
+from shared.server.engine.process import MAX_EVENTS, EngineProcess, PipeInbox, readiness
 from shared.server.engine.thread import EngineThread
 from shared.text.stopping import FinishReason
 from tests.forks import FORKS
@@ -229,6 +234,32 @@ def test_an_engine_ahead_of_the_server_waits_and_the_end_of_its_pipe_is_the_last
             handle._process.kill()
     assert event == Crashed("the engine's process ended with exit code -9")
     assert ahead[-1] < 3000
+
+
+def test_an_inbox_waits_for_a_command_if_it_may() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    inbox = PipeInbox(ours)
+    with pytest.raises(queue.Empty):
+        inbox.get(block=False)
+    with ThreadPoolExecutor(1) as aside:
+        waiting = aside.submit(inbox.get)
+        wait_until(waiting.running)
+        time.sleep(0.1)
+        theirs.send_bytes(CommandCodec().dumps(Abort("a")))
+        assert waiting.result(PATIENCE) == Abort("a")
+    theirs.close()
+    assert inbox.get(block=False) == Stop()
+
+
+def test_what_was_read_is_handled_before_more_is_read() -> None:
+    handle, told = EngineProcess.__new__(EngineProcess), list[int]()
+    handle._pipe, theirs = multiprocessing.Pipe()
+    handle._has_more = readiness(handle._pipe)
+    for number in range(2 * MAX_EVENTS + 1):
+        theirs.send((Idle(), EngineLoad(0, 0, 0.0, 0), number))
+    for read in (MAX_EVENTS, 2 * MAX_EVENTS, 2 * MAX_EVENTS + 1):
+        handle._read(lambda event, load, num_added: told.append(num_added))
+        assert told == list(range(read))
 
 
 def test_a_step_is_the_same_behind_the_pipe() -> None:

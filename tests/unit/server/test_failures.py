@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from shared.engine.output import StepOutput
+from shared.errors import RankError
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.routes.completions import CompletionFrames
 from tests.unit.server.echo import ENDLESS, POISON, EchoEngine, endless, serving
@@ -79,6 +81,15 @@ def test_a_dead_engine_ends_every_stream_every_question_and_the_readiness(folder
             assert error_of(refused)["code"] == "engine_stopped"
 
 
+def test_a_lost_rank_ends_the_server_too(folder: Path) -> None:
+    engine = EchoEngine(folder)
+    engine.bug = RankError("Rank 1 is lost.")
+    with serving(engine) as running, running.client() as client:
+        assert client.post("/v1/completions", json=completion()).status_code == 500
+        wait_until(lambda: running.server.has_lost_engine)
+        assert (running.server.should_exit, running.app.state.client.crash) == (True, "Rank 1 is lost.")
+
+
 @pytest.mark.parametrize("bad", ["!b", "a!b"], ids=["in the first frame", "in a later frame"])
 def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     format_tokens = CompletionFrames.tokens
@@ -97,6 +108,14 @@ def test_a_bug_in_formatting_is_that_answers_alone(bad: str, folder: Path, monke
         assert len(events(other.result().text)) == 41
         wait_until(lambda: not engine.running)
         assert client.get("/debug/engine").json()["num_open_requests"] == 0
+
+
+def test_a_bug_in_a_whole_body_is_a_failure_of_the_server(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionFrames, "whole", lambda *_: 1 / 0)
+    failed = client.post("/v1/completions", json=completion(stream=False))
+    assert (failed.status_code, error_of(failed)["code"]) == (500, "internal_error")
 
 
 @pytest.mark.parametrize("is_named", [False, True])

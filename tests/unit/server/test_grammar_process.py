@@ -19,7 +19,7 @@ from shared.grammar.grammar import Grammar
 from shared.grammar.limits import GrammarError, Limits, WorkError
 from shared.server.engine import grammar_process
 from shared.server.engine.grammar_process import MOST_BYTES, QUICK, GrammarProcess
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 EVERY_BYTE = np.ones(256, np.bool_)
 CALLS = CallSpelling(trigger="", head="", middle="(", closing=")")
@@ -48,6 +48,10 @@ def test_what_comes_back_is_what_would_be_compiled_here(process: GrammarProcess)
     assert child.nice() == min(19, os.nice(0) + 10)
     if hasattr(psutil, "RLIMIT_DATA"):  # Linux
         assert child.rlimit(psutil.RLIMIT_DATA) == (MOST_BYTES, MOST_BYTES)
+    child.send_signal(signal.SIGINT)  # as a terminal does; the server answers what it has accepted
+    for pattern in "ab":
+        process.compile(Grammar.regex(pattern), EVERY_BYTE)
+    assert process._process.pid == child.pid
 
 
 def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compiled(process: GrammarProcess) -> None:
@@ -63,6 +67,23 @@ def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compile
             with pytest.raises(GrammarError, match="ended with exit code -9; send it again"):
                 future.result(PATIENCE)
     assert process.compile(Grammar.regex("a{1}"), EVERY_BYTE).automaton is not None
+
+
+def test_a_server_that_ends_takes_its_compiler_with_it() -> None:
+    made = GrammarProcess()
+    made.start()
+    child: Any = made._process
+    os.kill(child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as aside:
+        pending = aside.submit(made.compile, Grammar.regex("a"), EVERY_BYTE)
+        wait_until(lambda: bool(made._running))
+        made.close()
+        try:
+            assert child.wait(30) == -signal.SIGKILL
+        finally:
+            child.kill()
+        with pytest.raises(GrammarError, match="ended with exit code -9"):
+            pending.result(PATIENCE)
 
 
 def test_large_grammars_wait_for_each_other_and_small_ones_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

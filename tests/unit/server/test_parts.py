@@ -1,42 +1,64 @@
 """Parts of the server that need no socket: settings, frames, the stream between the threads."""
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import logging
+import queue
 import resource
+import signal
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import Histogram
 
-from shared.cli.serve import model_name
+from shared.cli.options import listed
+from shared.cli.serve import _default_tokens, model_name
 from shared.engine.output import StepOutput
 from shared.engine.record import EngineLoad
 from shared.engine.request import TokenLogprobs
-from shared.errors import ConfigError
+from shared.errors import ConfigError, QueueFullError, RankError, RequestError, UnknownSegmentError
 from shared.sampling.params import SamplingParams
 from shared.server import process
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.answers.logprobs import Scored, completion_logprobs
 from shared.server.engine.client import EngineClient
-from shared.server.engine.loop import Abort, Idle, NewRequest, Stepped
+from shared.server.engine.loop import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Crashed,
+    EngineLoop,
+    Idle,
+    NewRequest,
+    Question,
+    Refused,
+    Stepped,
+    Stop,
+)
 from shared.server.errors import ApiError
-from shared.server.http.event_stream import EventStreamResponse
+from shared.server.http.event_stream import EventStreamResponse, WholeResponse
 from shared.server.http.middleware import RequestRecord, _log_request
 from shared.server.http.sse import frame, to_json
 from shared.server.metrics import SHORT, ServerMetrics
 from shared.server.process import address_of, bind, is_exposed
 from shared.server.routes.completions import CompletionFrames
+from shared.server.routes.segments import context
 from shared.server.settings import ServerConfig
 from shared.text.stopping import FinishReason
+from shared.tracks.segments.inquiry import Blend, SegmentInfo, Use
+from tests.unit.server.echo import EchoEngine
 from tests.unit.server.exchange import events
 
 
@@ -49,6 +71,7 @@ from tests.unit.server.exchange import events
         **{f"max_{name}_bytes": [0, -1] for name in ("body", "head", "url")},
         **{name: [0] for name in ("body_timeout", "head_timeout", "send_timeout", "keep_alive")},
         "grace": [0, -1, float("inf"), float("nan")],
+        "root_path": ["llm", "/", "/llm/", "//llm", "/a b"],
         "retry_after": [0],
     }.items(),
 )
@@ -240,7 +263,7 @@ def test_requests_wait_from_when_they_are_submitted() -> None:
 def test_the_times_of_an_answer_are_those_of_its_steps(caplog: pytest.LogCaptureFixture) -> None:
     """Of the first choice, in the log; of each, in the metrics. What is prefilled again was scheduled before."""
     client, _ = make_client()
-    requests = [NewRequest(name, [1, 2], SamplingParams(max_new_tokens=4)) for name in ("0", "1")]
+    requests = [NewRequest(name, [1, 2], SamplingParams(max_new_tokens=4), ("s",), 3) for name in ("0", "1")]
     answer = client.submit("a", requests, n=2, param="prompt")
     for choice in answer.choices:
         choice.arrived = 10.0
@@ -283,7 +306,8 @@ def test_the_times_of_an_answer_are_those_of_its_steps(caplog: pytest.LogCapture
         _log_request({"method": "POST"}, record, "completions", 21.0)
     fields: Any = caplog.records[-1].__dict__["fields"]
     assert (fields["queue_s"], fields["ttft_s"], fields["duration_s"]) == (1.0, 5.0, 21.0)
-    assert (fields["completion_tokens"], fields["prompt_tokens"], fields["error"]) == (5, 2, "engine_error")
+    assert (fields["completion_tokens"], fields["prompt_tokens"], fields["error"]) == (5, 2 + 3, "engine_error")
+    assert 'infer:prompt_tokens_total{model_name="m"} 10.0' in client._metrics.exposition().decode()
 
 
 def test_what_is_asked_again_and_again_is_logged_only_if_it_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -327,18 +351,248 @@ def test_tokens_that_precede_a_failure_are_sent_and_a_part_is_sent_once() -> Non
     assert not body["more_body"]
 
 
-def test_an_answer_that_is_not_read_ends_once() -> None:
-    client, sent = make_client(max_unread_bytes=100)
-    answer = client.submit("a", [NewRequest("0", [1], SamplingParams(max_new_tokens=4))], n=1, param="prompt")
+ENDS = ["token", "token", "eos", "stop", "length", "error", "queue_full", "invalid", "unknown", "bug", "cancel"]
+HAPPENED = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 2), st.sampled_from([None, "segments", "chunks"])),
+    st.tuples(st.sampled_from(ENDS), st.integers(0, 3), st.none()),
+    st.tuples(st.sampled_from(["ask", "answer", "crash", "lost rank", "stop"]), st.just(0), st.none()),
+)
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "queue_full": (QueueFullError("Full."), 503, "queue_full", None),
+    "invalid": (RequestError("In use."), 422, "invalid_value", "prompt"),
+    "unknown": (UnknownSegmentError("None."), 404, "segment_not_found", "prompt"),
+    "bug": (None, 500, "engine_error", None),
+}
+"""Late refusals of the engine, and the status, code and field of their errors."""
+
+
+@settings(max_examples=300)
+@given(happened=st.lists(HAPPENED, max_size=14))
+def test_a_request_ends_exactly_once_whatever_happens_to_the_engine(happened: list[tuple[str, int, Any]]) -> None:
+    """With its own error, aborted and counted once; a question ends too, and a stopped engine has not crashed."""
 
     async def run() -> None:
-        client._deliver(Stepped(1.0, 2.0, [StepOutput("0", 1, "x")], ("0",), 0))
+        client, sent = make_client(max_unread_bytes=400)
+        ended_server: list[None] = []
+        client.end_server = lambda: ended_server.append(None)
+        client._handle.join = lambda timeout: None  # type: ignore[method-assign]
+        answers: list[Answer] = []
+        streams: list[AnswerStream] = []
+        fields: list[str | None] = []
+        groups: list[range] = []
+        ends: dict[int, tuple[Any, ...]] = {}  # of each stream: reason, status, code and param of the error
+        commands: list[Any] = []
+        counted, num_unread = Counter[str](), Counter[int]()
+        asked: list[asyncio.Task[Any]] = []
+        crash, is_stopped, num_waiting, num_lost = None, False, 0, 0
+
+        def end(index: int, reason: str, *error: Any, is_gone: bool = False, is_counted: bool = True) -> None:
+            if index in ends:
+                return
+            ends[index] = (reason, *error)
+            counted.update(["stop" if reason == "eos" else reason] * is_counted)
+            if reason == "abort" and not is_gone:
+                commands.append(Abort(str(index)))
+            for other in next(group for group in groups if index in group) if error else ():
+                end(other, "abort", is_gone=is_gone)
+
+        for event, count, field in happened:
+            is_alive, index = crash is None and not is_stopped, count
+            told: Any = None
+            if event == "submit":
+                group = range(len(streams), len(streams) + count)
+                requests = [NewRequest(str(one), [1], SamplingParams(max_new_tokens=1)) for one in group]
+                is_taken = is_alive and num_waiting + count <= 4
+                refused = pytest.raises(ApiError, match="requests wait" if is_alive else "engine has stopped")
+                with contextlib.nullcontext() if is_taken else refused:
+                    answers.append(client.submit("a", requests, n=count, param="prompt", segment_field=field))
+                    streams += answers[-1].choices
+                if is_taken:
+                    fields += [field] * count
+                    groups.append(group)
+                    commands.append(Add(tuple(requests)))
+                    num_waiting += count
+            elif event == "ask":
+                asked.append(asyncio.create_task(client.describe()))
+                number = sum(isinstance(one, Ask) for one in commands)
+                commands += [Ask(number, Question.DESCRIPTION)] * is_alive
+                await asyncio.sleep(0)
+            elif event == "stop":
+                for index in range(len(streams)):
+                    end(index, "abort", 503, "engine_stopped", None)
+                is_stopped = True
+                commands.append(Stop())
+                await client.stop()
+            elif event == "answer":
+                told = Answered(0, {"audit": []})
+            elif event in ("crash", "lost rank"):
+                told = Crashed(event, event == "lost rank")
+                if not is_stopped:
+                    crash, num_lost = crash or event, num_lost + (event == "lost rank")
+                    for index in range(len(streams)):
+                        end(index, "error", 500, "engine_error", None, is_gone=True)
+            elif index >= len(streams):
+                continue
+            elif event == "cancel":
+                answer, group = next(each for each in zip(answers, groups, strict=True) if index in each[1])
+                answer.cancel("left")
+                for one in group:
+                    end(one, "abort")
+            elif event in REFUSED:
+                refusal, *error = REFUSED[event]
+                if event == "unknown" and (name := fields[index]) is not None:
+                    error[1:] = f"{name[:-1]}_not_found", name
+                told = Refused(str(index), refusal)
+                end(index, "error", *error, is_counted=False)
+            else:
+                reason = None if event == "token" else FinishReason(event)
+                token_id = None if event == "error" else 1
+                told = Stepped(1.0, 2.0, [StepOutput(str(index), token_id, "x", reason)], (), 0)
+                if index not in ends:
+                    num_unread[index] += 1
+                if event == "error":
+                    end(index, "error", 500, "engine_error", None)
+                elif event == "token" and num_unread[index] > 1:
+                    end(index, "abort", 408, "slow_reader", None)
+                elif reason is not None:
+                    end(index, event)
+            if told is not None:
+                client._handle_event(told, EngineLoad(1, 0, 0.5, 0), len(streams))
+                num_waiting = 0
+            assert (client.load.num_waiting, client.crash, len(ended_server)) == (num_waiting, crash, num_lost)
+            assert client.is_alive == (crash is None and not is_stopped)
+            found = {index: (str(one.finish_reason), one.error) for index, one in enumerate(streams) if not one.is_open}
+            assert ends == {
+                index: (reason, *([] if failure is None else [failure.status_code, failure.code, failure.param]))
+                for index, (reason, failure) in found.items()
+            }
+            for answer, group in zip(answers, groups, strict=True):
+                failures = [streams[one].error for one in group if streams[one].error is not None]
+                assert (answer.is_open, answer.error) == (any(one not in ends for one in group), *(failures or [None]))
+            assert client.num_open_requests == len(streams) - len(ends)
+        await asyncio.sleep(0)
+        assert sorted(map(repr, sent)) == sorted(map(repr, commands))
+        metrics = client._metrics.registry.collect()
+        ours = [one for family in metrics for one in family.samples if one.name == "infer:request_success_total"]
+        assert {one.labels["finished_reason"]: one.value for one in ours if one.value} == counted
+        for task in asked:
+            assert task.done() or crash is None
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert not client._questions
 
     asyncio.run(run())
-    assert answer.error is not None
-    assert (answer.error.code, sent[1:], client.num_open_requests) == ("slow_reader", [Abort("0")], 0)
-    ended = 'infer:request_success_total{finished_reason="abort",model_name="m"} 1.0'
-    assert ended in client._metrics.exposition().decode()
+
+
+@pytest.mark.parametrize(
+    ("segments", "recompute", "answers", "num_blends"),
+    [
+        ([], 0.5, [], 0),
+        (["a"], 0.5, [["A"]], 0),
+        (["a", "b"], None, [["A", "B"]], 0),
+        (["a", "b"], 0.0, [["A", "B"], None, None, "C"], 3),
+    ],
+)
+def test_several_segments_are_blended_as_soon_as_they_have_been_computed(
+    segments: list[str], recompute: float | None, answers: list[Any], num_blends: int
+) -> None:
+    """One that failed meanwhile is not tried again; each question is about the field that names the segments."""
+    asked: list[Any] = []
+    infos = {name: SegmentInfo(name.lower(), "user", 2, 0, 0) for name in "ABC"}
+
+    async def inquire(*question: Any) -> Any:
+        asked.append(question)
+        answer = answers[len(asked) - 1]
+        return [infos[name] for name in answer] if isinstance(answer, list) else infos.get(answer)
+
+    intake = SimpleNamespace(stopping=lambda: None, facts=SimpleNamespace(segment_refusal=None))
+    state = SimpleNamespace(intake=intake, client=SimpleNamespace(inquire=inquire))
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
+    found = asyncio.run(context(request, segments, "chunks", recompute))
+    assert found == ([infos["C"]] if num_blends else [infos[name.upper()] for name in segments])
+    blends = [Blend(tuple(segments), recompute or 0.0, is_again=number > 0) for number in range(num_blends)]
+    assert asked == [(question, "chunks") for question in (*([Use(tuple(segments))] if segments else ()), *blends)]
+
+
+def run_loop(engine: EchoEngine, commands: Sequence[Any]) -> tuple[list[Any], list[bool]]:
+    """What the loop publishes for these commands, with the load and the number of requests, and when it would block.
+
+    None among the commands: there are no others now.
+    """
+    told, blocks, left = list[Any](), list[bool](), iter(commands)
+
+    def get(block: bool = True) -> Any:
+        blocks.append(block)
+        if (command := next(left)) is None:
+            raise queue.Empty
+        return command
+
+    def publish(event: Any, load: EngineLoad, num_added: int) -> None:
+        if isinstance(event, Stepped):
+            assert event.started <= event.ended
+            event = [(each.request_id, each.finish_reason) for each in event.outputs], event.prefilled
+        elif isinstance(event, Refused):
+            event = event.request_id, str(event.refusal)
+        told.append((event, load.num_running, load.num_waiting, num_added))
+
+    EngineLoop(engine, SimpleNamespace(get=get), publish).run()
+    return told, blocks
+
+
+def test_a_loop_publishes_what_follows_from_its_commands(folder: Path) -> None:
+    """A refusal and a bug are told apart; of requests of which one is refused none is added; it blocks without work."""
+    refusal, bug = UnknownSegmentError("There is no segment."), ZeroDivisionError("a bug")
+
+    def question(error: Exception | None) -> Any:
+        def answer(engine: EchoEngine) -> int:
+            if error is not None:
+                raise error
+            return 7
+
+        return SimpleNamespace(answer=answer)
+
+    a, b, c = (NewRequest(name, [70, 71], SamplingParams(max_new_tokens=2)) for name in "abc")
+    asked = [Ask(number, question(error)) for number, error in enumerate((None, refusal, bug))]
+    first, second, third = (Add((a, b)), *asked, None), (Abort("b"), Add((c, a)), None), (Abort("z"), None)
+    told, blocks = run_loop(EchoEngine(folder), [*first, *second, *third, Stop()])
+    assert told == [
+        (Answered(0, 7), 0, 2, 2),
+        (Answered(1, None, refusal=refusal), 0, 2, 2),
+        (Answered(2, None, "ZeroDivisionError: a bug"), 0, 2, 2),
+        (([("a", None), ("b", None)], ("a", "b")), 2, 0, 2),
+        (("a", "The id a is in use."), 1, 0, 4),
+        (([("a", FinishReason.LENGTH)], ()), 0, 0, 4),
+        (Idle(), 0, 0, 4),
+    ]
+    assert [number for number, block in enumerate(blocks) if block] == [
+        0,
+        len(first + second),
+        len(first + second + third),
+    ]
+    for error, crashed in ((RankError("Lost."), Crashed("Lost.", True)), (bug, Crashed("ZeroDivisionError: a bug"))):
+        engine = EchoEngine(folder)
+        engine.bug = error
+        assert run_loop(engine, first)[0][3:] == [(crashed, 0, 2, 2)], "the load is the last one that was known"
+
+
+@pytest.mark.parametrize("cause", ["disconnected", "shutting_down"])
+def test_a_response_that_is_left_aborts_its_answer_and_says_why(cause: str) -> None:
+    async def run() -> None:
+        stream, abandoned = make_stream()
+        answer, has_left = Answer("id", [stream]), asyncio.Event()
+
+        async def receive() -> Any:
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        response = WholeResponse(answer, ServerConfig("m"), lambda outputs: b"")
+        task = asyncio.create_task(response({}, receive, receive))
+        await asyncio.sleep(0)
+        has_left.set() if cause == "disconnected" else task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert (task.cancelled(), abandoned, answer.cause) == (cause == "shutting_down", ["id"], cause)
+
+    asyncio.run(run())
 
 
 def test_of_tokens_with_one_name_the_likeliest_is_shown() -> None:
@@ -406,6 +660,7 @@ def test_an_address_that_cannot_be_bound_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1 cannot be bound"):
             bind("127.0.0.1", port)
         assert first.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 512 * 1024
+        assert first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) > 0
     with pytest.raises(ConfigError, match=r"Port 80 of no\.\.host cannot be bound"):
         bind("no..host", 80)
 
@@ -419,12 +674,51 @@ def test_an_address_beyond_this_machine_is_exposed(host: str, expected: bool) ->
     assert (address_of(ipv6), is_exposed(ipv6)) == ("http://[::1]:80", False)
 
 
+@pytest.mark.parametrize(
+    ("host", "api_key", "is_open"), [("0.0.0.0", None, 1), ("0.0.0.0", "k", 0), ("127.0.0.1", None, 0)]
+)
+def test_a_server_says_where_it_listens_and_whether_others_may_send_requests(
+    host: str, api_key: str | None, is_open: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has as many connections as descriptors; after it, a signal is handled as before."""
+    config, served, before = ServerConfig("m", api_key=api_key), list[Any](), signal.getsignal(signal.SIGTERM)
+    app: Any = SimpleNamespace(state=SimpleNamespace(client=SimpleNamespace(crash="Rank 1 is lost.")))
+    server = SimpleNamespace(has_lost_engine=False)
+    server.run = lambda sockets: served.append((sockets, signal.getsignal(signal.SIGTERM) is not before))
+    monkeypatch.setattr(process, "Server", lambda *given: served.append(given) or server)
+    monkeypatch.setattr(process, "_affordable", lambda wanted: wanted - 1)
+    monkeypatch.setattr(process, "gc", SimpleNamespace(collect=list, freeze=list))
+    monkeypatch.setattr(process, "sys", SimpleNamespace(setswitchinterval=served.append))
+    with bind(host, 0) as bound, caplog.at_level(logging.INFO, "infer"):
+        process.run(app, config, bound, model="m")
+        affordable = dataclasses.replace(config, max_connections=config.max_connections - 1)
+        assert served == [(app, affordable), process.SWITCH_INTERVAL, ([bound], True)]
+        fields = [record.__dict__["fields"] for record in caplog.records]
+        assert fields == [{}] * is_open + [{"url": address_of(bound), "model": "m"}]
+        server.has_lost_engine = True
+        with pytest.raises(RankError, match="Rank 1 is lost"):
+            process.run(app, config, bound)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_folder_is_served_by_its_own_name_however_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for folder, name in ((".", tmp_path.name), ("..", tmp_path.parent.name), ("org/model", "org/model")):
         assert model_name(folder) == name
+
+
+def test_the_limits_of_answers_without_one_are_given_together() -> None:
+    for value, expected in ((None, {}), ("1", {1}), ("4096", {4096}), ("context", {None})):
+        assert _default_tokens(value) == {name: one for one in expected for name in ("max_tokens", "max_chat_tokens")}
+    for value in ("0", "-1", "1.5", "٣", "", "all"):
+        with pytest.raises(ConfigError, match="at least 1, or context"):
+            _default_tokens(value)
+
+
+def test_a_list_on_the_command_line_has_no_empty_parts() -> None:
+    assert (listed(None), listed(" a b,c ,, ")) == ((), ("a b", "c"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Pages of other sites, a base path below which a proxy serves, and clients of HTTP/1.0, as older proxies are."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.unit.server.echo import POISON, EchoEngine, Running, connected, everything, serving
 from tests.unit.server.exchange import completion, events
+from tests.waiting import wait_until
 
 ORIGIN = "https://a.example"
 PREFLIGHT = {
@@ -44,9 +46,18 @@ def test_a_server_below_a_base_path(base: str, proxied: httpx.Client) -> None:
     assert proxied.get("/llmv1/models", headers=key).status_code == 404
 
 
+def test_the_log_has_paths_below_the_base_path(proxied: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    paths = {"/llm/nowhere": "/nowhere", "/nowhere": "/nowhere", "/llm": "/llm", "/llmv1/models": "/llmv1/models"}
+    with caplog.at_level(logging.INFO, "infer"):
+        assert [proxied.get(path).status_code for path in paths] == [404] * len(paths)
+        wait_until(lambda: len(caplog.records) == len(paths))
+    assert [record.__dict__["fields"]["path"] for record in caplog.records] == list(paths.values())
+
+
 def test_a_page_of_another_site_is_let_in_by_its_origin(proxied: httpx.Client, client: httpx.Client) -> None:
     asked = proxied.options("/v1/chat/completions", headers=PREFLIGHT)
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN), "it needs no key"
+    assert asked.headers["access-control-allow-methods"] == "GET, POST, DELETE"
     refused = proxied.get("/v1/models", headers={"origin": ORIGIN})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN), "errors are read too"
     assert refused.headers["access-control-expose-headers"] == "X-Request-Id, Retry-After"

@@ -1,6 +1,7 @@
 """Full queues, clients that leave, clients that do not read, silence."""
 
 import contextlib
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,12 +64,15 @@ def test_a_client_that_waits_in_the_queue_may_leave_too(folder: Path) -> None:
         assert len(engine.running) == 1
 
 
-@pytest.mark.parametrize("logprobs", [None, 20])
-def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None, folder: Path) -> None:
+@pytest.mark.parametrize(("logprobs", "most"), [(None, 2**18), (20, 2**18), (20, 2**30)])
+def test_a_reader_that_does_not_read_is_bounded_and_cut_off(
+    logprobs: int | None, most: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the number of its unread bytes or, if that may be larger, by the time that it does not read."""
     engine = endless(folder)
-    engine.step_seconds = 0.0
-    with serving(engine, send_timeout=1.0) as running:
-        body = completion(**ENDLESS, logprobs=logprobs)
+    engine.step_seconds = 0.001  # the test has to look meanwhile
+    with serving(engine, send_timeout=1.0, max_unread_bytes=most) as running, caplog.at_level(logging.INFO, "infer"):
+        body = completion(**ENDLESS, n=4, logprobs=logprobs)
         with unread(running, "/v1/completions", body, receive_buffer=4096) as connection:
             wait_until(lambda: bool(engine.running))
             largest = 0
@@ -82,9 +86,12 @@ def test_a_reader_that_does_not_read_is_bounded_and_cut_off(logprobs: int | None
                 return not running.server.server_state.connections
 
             wait_until(is_cut_off)
-            assert 0 < largest <= 512 * 1024
+            assert 0 < largest <= most + 2**18
             everything(connection)
         wait_until(lambda: not engine.running and engine.pool.audit() == [])  # the engine's thread aborts it
+        wait_until(lambda: "request" in caplog.messages)
+    (line,) = (record.__dict__["fields"] for record in caplog.records if record.message == "request")
+    assert line["cause"] == "slow_reader"
 
 
 def test_a_reader_that_pauses_delays_no_other_and_gets_everything_in_its_order(folder: Path) -> None:

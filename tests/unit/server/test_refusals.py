@@ -1,7 +1,9 @@
 """Which values, prompts, bodies and keys are taken, and with which error the others are refused."""
 
+import itertools
 import json
 import re
+import select
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,78 +13,10 @@ import pytest
 
 from shared.errors import QueueFullError, RequestError, UnknownSegmentError
 from shared.server import errors
+from shared.tracks.segments.inquiry import SegmentInfo
 from tests.unit.server.echo import ENDLESS, LIMIT, VOCAB, EchoEngine, connected, endless, everything, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, error_of, events
 from tests.waiting import wait_until
-
-NEUTRAL = {
-    "n": [1, 1.0, 16, None],
-    "presence_penalty": [0, 0.0, None, -2, 2],
-    "frequency_penalty": [0, 0.0, None, -2, 2],
-    "logit_bias": [{}, None, {"5": 1, str(VOCAB - 1): -100}],
-    "min_tokens": [0, 1, 10**30, None],
-    "stop_token_ids": [[], None, [5, 6.0], [VOCAB - 1] * 128],
-    "stop": [None, [], "never"],
-    "seed": [None, 0, 2**64 - 1],
-    "top_k": [None, 0, -1, 5, 5.0, 10**30],
-    "user": ["someone", None],
-    "metadata": [{"a": "b"}, None],
-    "temperature": [None, 0, 0.0, 2],
-    "repetition_penalty": [None, 1, 1.0],
-    "stream_options": [None, {"include_usage": False}, {"include_usage": True, "continuous_usage_stats": True}],
-    "skip_special_tokens": [True],
-    "min_p": [0, 0.0, 1, None],
-    "ignore_eos": [True, False, None],
-    "use_speculative_decoding": [True, False, None],
-    "thinking_budget": [None],
-    "min_thinking_tokens": [0, 0.0, None],
-}
-REFUSED = {
-    "n": [17, 0, "1", True, 1.5],
-    "presence_penalty": [2.1, "1", True],
-    "frequency_penalty": [-2.1, []],
-    "logit_bias": [{"5": 101}, {"5": "1"}, {"x": 1}, {"-1": 1}, {"05": 1}, {str(VOCAB): 1}, {"9" * 5000: 1}, [5]],
-    "min_tokens": [-1, "1", 0.5],
-    "stop_token_ids": [[VOCAB], [-1], ["5"], [True], 5, [1] * 129],
-    "temperature": [-0.1, "0.7", [], True],
-    "top_p": [0, 1.1, -1],
-    "top_k": [-2, 1.5],
-    "repetition_penalty": [0, -1],
-    "max_tokens": [0, -3, 1.5, 10**9, "4"],
-    "stop": [["a"] * 17, [""], 3, "x" * 257, [1]],
-    "seed": [-1, 2**64, 0.5],
-    "stream": ["yes"],
-    "stream_options": [{"include_usage": "yes"}, {"whatever": 1}],
-    "model": ["other", "", 3],
-    "min_p": [-0.1, 1.1, "0"],
-    "use_speculative_decoding": ["no", 0],
-    "thinking_budget": [0, 5, -1, "5", 1.5],
-    "min_thinking_tokens": [5, -1, "5", True],
-    "tools": [5, [5]],
-    "response_format": [{"type": "xml"}, "text", 5],
-    "unheard_of": [None, 1],
-}
-
-
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
-def test_values_that_change_nothing_are_accepted(name: str, client: httpx.Client) -> None:
-    for value in NEUTRAL[name]:
-        for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
-            response = client.post(path, json={**body, "max_tokens": 1, name: value})
-            assert response.status_code == 200, (path, value, response.text)
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_value_that_is_not_possible_is_refused_by_its_name(name: str, client: httpx.Client) -> None:
-    for value in REFUSED[name]:
-        for path, body in (("/v1/completions", completion()), ("/v1/chat/completions", chat())):
-            response = client.post(path, json={**body, name: value})
-            assert response.status_code == 422, (path, value, response.text)
-            error = error_of(response)
-            assert error["param"].split(".")[0] == name
-            assert error["type"] == "invalid_request_error"
-            assert name.split("_")[0] in error["message"]
-
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 AS_TEXT = "it must be a text or a list of parts of type text."
@@ -135,6 +69,8 @@ INVALID: list[tuple[dict[str, Any], str, str]] = [
        f"segments holds {shown}; give the id of a segment, or an object with content.")
       for one, shown in ((5, "5"), ("", "''"), ("x" * 81, f"'{'x' * 59}..."))),
     (chat(segments=[{"content": ""}]), "segments", f"segments holds {{'content': ''}}; content {EMPTY}"),
+    (chat(segments=[{"content": "a", "role": ""}]), "segments",
+     "segments holds {'content': 'a', 'role': ''}; role: string should have at least 1 character."),
     (chat(segments=5), "segments", "segments is 5; it must be a list of ids and of objects with content."),
     (said("robot"), "messages.0.role", "role is 'robot'; the roles are system, user, assistant and tool."),
     (said("user", 5), "messages.0.content", f"content is 5; {AS_TEXT}"),
@@ -378,10 +314,16 @@ def test_a_body_is_bounded_announced_or_not(folder: Path) -> None:
 def test_a_body_that_does_not_come_is_given_up(folder: Path) -> None:
     with serving(EchoEngine(folder), body_timeout=0.3) as running:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        with connected(running, head + b"Content-Length: 50\r\n\r\n{") as connection:
-            answer = everything(connection)
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b'"code":"body_timeout"' in answer
+        for num_bytes in (0, 200):  # of a body that drips
+            with connected(running, head + b"Content-Length: 5000\r\n\r\n{") as connection:
+                num_sent = 0
+                while num_sent < num_bytes and not select.select([connection], [], [], 0.02)[0]:
+                    num_sent += 1
+                    connection.sendall(b" ")
+                answer = everything(connection)
+            assert num_sent < 200, "it has no more time"
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert b'"code":"body_timeout"' in answer
 
 
 def test_an_api_key_guards_the_api_alone(folder: Path) -> None:
@@ -407,6 +349,7 @@ def test_an_engine_without_segments_says_which_phase_has_them(client: httpx.Clie
         (client.post("/v1/chat/completions", json={**chat, "segments": ["a"]}), "no_segments", "segments"),
         (client.get("/v1/chunks"), "no_chunks", None),  # the former name
         (client.post("/v1/chat/completions", json={**chat, "chunks": ["a"]}), "no_chunks", "chunks"),
+        *((client.get("/v1/segments", params={"limit": limit}), "no_segments", None) for limit in (1, 1000)),
     ):
         assert response.status_code == 422
         error = error_of(response)
@@ -416,7 +359,25 @@ def test_an_engine_without_segments_says_which_phase_has_them(client: httpx.Clie
         )
 
 
+def test_a_page_of_segments_has_one_to_a_thousand(client: httpx.Client) -> None:
+    for path, limit in itertools.product(("/v1/segments", "/v1/chunks"), (0, 1001)):
+        assert_refused(client.get(path, params={"limit": limit}), "limit", "than or equal to 1")
+
+
 @pytest.mark.parametrize(("field", "code"), [("segments", "segment_not_found"), ("chunks", "chunk_not_found")])
-def test_a_segment_that_is_deleted_before_its_chat_begins_is_missed_by_its_field(field: str, code: str) -> None:
-    error = errors.refusal_error(UnknownSegmentError("gone"), param="messages", retry_after=1, segment_field=field)
-    assert (error.status_code, error.code, error.param) == (404, code, field)
+def test_a_segment_that_is_deleted_before_its_chat_begins_is_missed_by_its_field(
+    field: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def context(*_: object) -> list[SegmentInfo]:
+        return [SegmentInfo("s", "user", 3, 0, 0)]
+
+    def refuse(*_: object, segment_ids: tuple[str, ...]) -> str:
+        raise UnknownSegmentError(f"There is no segment {segment_ids[0]}.")
+
+    monkeypatch.setattr("shared.server.routes.chat.chat_context", context)
+    engine: Any = EchoEngine(folder)
+    engine.add_request = refuse
+    with serving(engine) as running, running.client() as client:
+        response = client.post("/v1/chat/completions", json=chat(**{field: ["s"]}))
+    assert_refused(response, field, "There is no segment s.", 404)
+    assert error_of(response)["code"] == code

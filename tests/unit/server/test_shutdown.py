@@ -86,6 +86,7 @@ def test_running_requests_are_ended_shortly_before_the_grace_time_is_over(
 ) -> None:
     calls: list[Any] = []
     with serving(EchoEngine(folder), grace=grace) as running:
+        assert running.server.config.timeout_graceful_shutdown == grace, "the rest is cut off then"
         loop = SimpleNamespace(call_later=lambda *call: calls.append(call))
         with monkeypatch.context() as patch:
             patch.setattr(process, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))

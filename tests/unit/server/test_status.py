@@ -7,7 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.unit.server.echo import ENDLESS, LIMIT, EchoEngine, endless, serving, unread
+from shared.errors import ModelFolderError
+from shared.server.http.middleware import handler_of
+from shared.server.metrics import HANDLERS
+from tests.unit.server.echo import ENDLESS, LIMIT, EchoEngine, Running, endless, serving, unread
 from tests.unit.server.exchange import chat, completion, error_of, samples, thinking_first
 from tests.waiting import wait_until
 
@@ -23,6 +26,7 @@ def test_models_and_health(folder: Path) -> None:
     engine = EchoEngine(folder)
     engine.pool.request_capacity = 300  # less than a sequence, whose length is a model's
     with serving(engine) as running, running.client() as client:
+        assert running.app.state.intake._compiler._process is None, "this engine has no grammars"
         models = client.get("/v1/models").json()
         (model,) = models["data"]
         assert client.get("/v1/models/echo").json() == model
@@ -55,6 +59,18 @@ def test_gauges_and_memory_show_which_requests_run_and_which_wait(folder: Path) 
         assert [holding["blocks"] for holding in memory["holdings"]] == [[0], [1]]
         assert [holding["request_id"] for holding in memory["holdings"]] == list(engine.running)
         assert (memory["num_free"], memory["num_waiting"], memory["num_preemptions"]) == (2, 3, 0)
+
+
+def test_each_route_has_its_label_in_the_metrics(echo: Running) -> None:
+    labels = {
+        "/v1/completions": "completions", "/v1/chat/completions": "chat_completions", "/v1/models": "models",
+        "/v1/models/{name:path}": "models", "/v1/segments": "segments", "/v1/segments/{segment_id}": "segments",
+        "/v1/chunks": "chunks", "/v1/chunks/{chunk_id}": "chunks", "/health": "health", "/health/live": "health",
+        "/health/ready": "health", "/metrics": "metrics", "/debug/engine": "debug", "/debug/memory": "memory",
+        "/": "page", "/page/{name}": "page",
+    }  # fmt: skip
+    assert {route.path: handler_of(route.path) for route in echo.app.state.routes} == labels
+    assert {*labels.values(), handler_of("/nowhere"), handler_of("/v1")} == {*HANDLERS}
 
 
 def test_preemptions_are_counted(folder: Path) -> None:
@@ -141,9 +157,15 @@ def test_the_chat_template_in_use_is_said_and_a_checkpoints_that_differs_refused
         assert all(told in error["message"] for told in ("builtin:llama3", "--chat-template checkpoint"))
 
 
+def test_a_template_that_is_asked_for_and_cannot_be_used_ends_the_start(folder: Path) -> None:
+    with pytest.raises(ModelFolderError), serving(EchoEngine(folder), chat_template="checkpoint"):
+        pass
+
+
 def test_a_server_that_shuts_down_is_alive_and_not_ready(folder: Path) -> None:
     with serving(EchoEngine(folder)) as running, running.client() as client:
         running.app.state.intake.is_draining = True
-        found = client.get("/health")
-        assert (found.status_code, found.json()["status"], found.json()["ready"]) == (503, "shutting down", False)
+        for path in ("/health", "/health/ready"):
+            found = client.get(path)
+            assert (found.status_code, found.json()["status"], found.json()["ready"]) == (503, "shutting down", False)
         assert client.get("/health/live").status_code == 200

@@ -13,8 +13,11 @@ import pytest
 from shared.engine.output import StepOutput
 from shared.engine.request import Request, TokenLogprobs
 from shared.sampling.params import SamplingParams
+from shared.server.answers.conversation import conversation
 from shared.server.answers.tool_answer import ToolReading, whole_message
+from shared.server.bodies.protocol import ChatRequest
 from shared.server.bodies.tool_fields import MAX_TOOLS
+from shared.text.chat import ChatMessage, ToolCall
 from shared.text.tool_format import TOOL_FORMATS
 from tests.unit.server.echo import EchoEngine, Running, serving
 from tests.unit.server.exchange import assert_refused, chat, thinking_first
@@ -253,6 +256,35 @@ def test_an_answer_goes_back_with_its_results_in_the_order_of_the_calls(servers:
         f'{LLAMA_CALL}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"sun"<|eot_id|>'
         in (servers["llama"].engine.prompts[-1])
     )
+
+
+def test_a_history_becomes_turns_with_results_in_the_order_of_their_calls() -> None:
+    """Of an assistant alone there are thoughts, and its refusal is its text."""
+    calls = [("x", "f", ""), ("y", "g", ' {"a": 1'), ("z", "f", "{}")]
+    called = [{"id": name, "function": {"name": function, "arguments": text}} for name, function, text in calls]
+    history = [
+        {"role": "developer", "content": "a", "reasoning_content": "of none"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}],
+            "reasoning": "of none",
+        },
+        {"role": "assistant", "tool_calls": called, "reasoning_content": "d", "reasoning": "e"},
+        *({"role": "tool", "content": f"of {name}", "tool_call_id": name} for name in "zx"),
+        {"role": "assistant", "content": None, "refusal": "f", "reasoning": "g"},
+        {"role": "assistant", "tool_calls": called[:2]},
+        *({"role": "tool", "content": f"again {name}", "tool_call_id": name} for name in "yx"),
+    ]
+    made = [ToolCall(function, text or "{}") for _, function, text in calls]
+    assert conversation(ChatRequest.model_validate({"model": "m", "messages": history}).messages) == [
+        ChatMessage("system", "a"),
+        ChatMessage("user", "bc"),
+        ChatMessage("assistant", "", tuple(made), "d"),
+        *(ChatMessage("tool", f"of {name}") for name in "xz"),
+        ChatMessage("assistant", "f", reasoning="g"),
+        ChatMessage("assistant", "", tuple(made[:2])),
+        *(ChatMessage("tool", f"again {name}") for name in "xy"),
+    ]
 
 
 def test_how_a_prompt_ends(servers: dict[str, Running]) -> None:

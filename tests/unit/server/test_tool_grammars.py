@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.grammar.calls import CallDescription
+from shared.grammar.answer_graph import CallMode, CallSpelling
+from shared.grammar.calls import CallDescription, CalledFunction
 from shared.grammar.grammar import Grammar
 from shared.server.answers.served_chat import ChatPrompt, ServedChat
 from shared.server.answers.tool_answer import ToolReading, whole_message
@@ -273,37 +275,49 @@ def test_a_grammar_covers_what_follows_thoughts_that_the_prompt_has_opened(
 @pytest.mark.parametrize(
     ("family", "fields", "strict", "separator", "is_first"),
     [
-        ("qwen3", {}, {"a": True, "b": False}, "\n", False),
-        ("qwen3", {"parallel_tool_calls": False}, {"a": True, "b": False}, None, False),
-        ("qwen3", {"response_format": {"type": "json_object"}}, {"a": True, "b": False}, "\n", True),
-        ("qwen3", {"tool_choice": "required"}, {"a": True, "b": True}, "\n", True),
-        ("qwen3", {"tool_choice": {"type": "function", "function": {"name": "b"}}}, {"b": True}, None, True),
-        ("llama3", {"tool_choice": "required"}, {"a": True, "b": True}, None, True),
+        ("qwen3", {}, "a", "\n", False),
+        ("qwen3", {"parallel_tool_calls": False}, "a", None, False),
+        ("qwen3", {"response_format": {"type": "json_object"}}, "a", "\n", True),
+        ("qwen3", {"tool_choice": "required"}, "abc", "\n", True),
+        ("qwen3", {"tool_choice": {"type": "function", "function": {"name": "b"}}}, "b", None, True),
+        ("llama3", {"tool_choice": "required"}, "abc", None, True),
     ],
 )
 def test_what_a_request_asks_of_its_calls(
-    family: str,
-    fields: dict[str, Any],
-    strict: dict[str, bool],
-    separator: str | None,
-    is_first: bool,
-    tiny_checkpoints: dict[str, Path],
+    family: str, fields: dict[str, Any], strict: str, separator: str | None, is_first: bool
 ) -> None:
-    """The grammar and the reading of the answer are made of the same facts."""
-    tokenizer, form = Tokenizer.load(tiny_checkpoints["qwen3"]), TOOL_FORMATS[family]
-    body = ChatRequest.model_validate(chat(tools=[tool("a", strict=True), tool("b")], **fields))
+    """The grammar and the reading of the answer are made of the same facts; some of their marks are special tokens."""
+    marks = {"<|python_tag|>": 0, "<tool_call>": 1, "</tool_call>": 2, "<think>": 3, "</think>": 4}
+    tokenizer: Any = SimpleNamespace(token_id=marks.get, special_ids={0, 1, 3})
+    form, has_trigger = TOOL_FORMATS[family], family == "qwen3"
+    tools = [tool("a", strict=True), tool("b", {}), tool("c", None)]
+    body = ChatRequest.model_validate(chat(tools=tools, **fields))
     has_format, choice = "response_format" in fields, fields.get("tool_choice")
-    grammar = tool_grammar(body, tokenizer, form, None, Grammar.json_object())
-    found = CallDescription.of_text(grammar.text)
-    assert {function.name: function.is_strict for function in found.functions} == strict
-    assert found.spelling.separator == separator
-    assert (found.answer is None) == (choice is not None), "where there must be a call, nothing else is an answer"
-    reading = tool_reading(body, tokenizer, form, None, has_grammar=True, has_format=has_format)
-    assert reading is not None
-    assert (reading.is_first, reading.has_several) == (is_first, "parallel_tool_calls" not in fields)
+    grammar = tool_grammar(body, tokenizer, form, MARKS, Grammar.json_object(), is_closed=True)
+    trigger, closing = ("\uffff<tool_call>", "}\n</tool_call>") if has_trigger else ("", "}")
+    hidden = None if has_trigger else "\uffff<|python_tag|>"
+    thought = "\uffff<think>", "</think>"
+    schemas = {"a": SCHEMA, "b": {}, "c": {"type": "object", "properties": {}, "additionalProperties": False}}
+    called = strict if isinstance(choice, dict) else "abc"
+    assert CallDescription.of_text(grammar.text) == CallDescription(
+        CallMode.AUTO if choice is None else CallMode.REQUIRED,
+        CallSpelling(trigger, form.head, form.middle, closing, separator, hidden, thought),
+        tuple(CalledFunction(name, schemas[name], is_strict=name in strict) for name in called),
+        ("json_object", "") if choice is None else None,  # where there must be a call, nothing else is an answer
+        is_closed=True,
+    )
+    opening = "\udfff<tool_call>" if has_trigger else ""
+    assert tool_reading(body, tokenizer, form, MARKS, has_grammar=True, has_format=has_format) == ToolReading(
+        replace(form, opening=opening, thought=("\udfff<think>", "</think>")),
+        ["a", "b", "c"],
+        ({1: opening} if has_trigger else {}) | {3: "\udfff<think>"},
+        has_several="parallel_tool_calls" not in fields,
+        is_spelled=True,
+        is_first=is_first,
+    )
     for has_grammar in (False, True):
-        marks = thought_marks(body, MARKS, is_thinking=False, has_grammar=has_grammar, has_format=has_format)
-        assert marks == (None if has_grammar and has_format else MARKS)
+        begun = thought_marks(body, MARKS, is_thinking=False, has_grammar=has_grammar, has_format=has_format)
+        assert begun == (None if has_grammar and has_format else MARKS)
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
@@ -322,6 +336,7 @@ def test_a_format_begins_where_thoughts_end_of_a_model_without_tools_too(
     if not has_tools:
         served.tool_format = None
     fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": thinking}}
+    fields |= {"tools": TOOLS, "tool_choice": "none"} if has_tools else {}
     found = served.grammar(ChatRequest.model_validate(chat(**fields)), ChatPrompt([1], is_thinking))
     assert found is not None
     grammar, param = found

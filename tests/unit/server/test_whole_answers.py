@@ -5,6 +5,8 @@ counted and logged, and what is left behind. All of it follows from the body and
 import codecs
 import itertools
 import logging
+import math
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +118,8 @@ class Case:
         if self.has_echo:
             given["prompt_logprobs"] = 0 if self.num_top is None and most == 0 else self.num_top
         least = min(body["min_tokens"] or 0, most)
+        given["thinking_budget"] = budget = body["thinking_budget"]
+        given["min_thinking_tokens"] = min(body["min_thinking_tokens"] or 0, math.inf if budget is None else budget)
         return SamplingParams(**given, seed=seed, max_new_tokens=most, min_tokens=least, logprobs=self.num_top)
 
     @property
@@ -282,7 +286,9 @@ def counts_of(case: Case) -> Counter[str]:
 
 @pytest.fixture(scope="module")
 def observed(folder: Path) -> Iterator[Observed]:
-    with pytest.MonkeyPatch.context() as patch, serving(EchoEngine(folder)) as running:
+    engine: Any = EchoEngine(folder)
+    engine.limits_thinking = True
+    with pytest.MonkeyPatch.context() as patch, serving(engine) as running:
         for route in ("chat", "completions"):
             patch.setattr(f"shared.server.routes.{route}.time", SimpleNamespace(time=lambda: CREATED + 0.9))
         found = Observed(running)
@@ -307,6 +313,7 @@ COMMON: dict[str, list[Any]] = {
     "min_p": [None, 0.25], "repetition_penalty": [None, 1.5], "presence_penalty": [None, -2, 1],
     "frequency_penalty": [None, 0.5], "logit_bias": [None, {}, {"70": 1, "5": -3.5}], "min_tokens": [None, 0, 1, 2, 9],
     "stop": [None, [], "c", ["q", "b"], "日", "t"], "stop_token_ids": [None, [], [72], [0, 73.0]],
+    "thinking_budget": [None, 0, 3], "min_thinking_tokens": [None, 0, 1, 5],
     "seed": [None, 0, 7, 2**64 - 1], "ignore_eos": [None, False, True], "cache_salt": [None, "s"],
     "use_speculative_decoding": [None, False], "stream": [None, False, True],
     "stream_options": [None, *OPTIONS, OPTIONS[1] | OPTIONS[2]], "max_tokens": [1, 2, 3, 5, 7],
@@ -331,7 +338,27 @@ COMPLETION = bodies(COMMON | COMPLETING, prompt=ANY_PROMPT)
 TALK = bodies(COMMON | TALKING, messages=st.lists(st.sampled_from(TURNS), min_size=1, max_size=3))
 
 
-@settings(max_examples=250)
+STREAMS = [({"stream": each}, "*/*") for each in (False, True)] + [({"stream": None}, "text/event-stream")]
+STREAMS += [({"stream": True, "stream_options": OPTIONS[1] | more}, "*/*") for more in (OPTIONS[0], OPTIONS[2])]
+SEVERAL = (["aé", EOT + "日" + EOT], [[5, 70, 0, 72], [71, 70]])  # no more choices than run at a time
+
+
+@pytest.mark.parametrize(("stream", "accept"), STREAMS)
+def test_prompts_choices_echo_and_logprobs_in_every_combination(
+    stream: dict[str, Any], accept: str, observed: Observed
+) -> None:
+    """The other fields have any of their values."""
+    prompts = [*SEVERAL, *(prompts[0] for prompts in SEVERAL)]
+    for number, (prompt, n, echo, logprobs) in enumerate(
+        itertools.product(prompts, [1, 2], [None, True], [None, 0, 2])
+    ):
+        chosen = random.Random(number)
+        body = {name: chosen.choice(values) for name, values in COMMON.items()}
+        body |= {"prompt": prompt, "n": n, "echo": echo, "logprobs": logprobs, "add_special_tokens": None, **stream}
+        check(COMPLETIONS, body, accept, observed)
+
+
+@settings(max_examples=150)
 @given(body=COMPLETION, accept=ACCEPTS, is_empty=st.booleans())
 def test_a_completion_as_a_whole(body: dict[str, Any], accept: str, is_empty: bool, observed: Observed) -> None:
     prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
@@ -345,7 +372,7 @@ def test_a_completion_as_a_whole(body: dict[str, Any], accept: str, is_empty: bo
 @settings(max_examples=80)
 @given(body=TALK, accept=ACCEPTS)
 def test_a_chat_as_a_whole(body: dict[str, Any], accept: str, observed: Observed) -> None:
-    if not body["logprobs"]:
+    if not body["logprobs"] and body["top_logprobs"]:
         body = body | {"top_logprobs": None}
     check(CHAT, body, accept, observed)
 
