@@ -81,10 +81,12 @@ def test_a_fraction_changes_so_many_tokens_and_no_others(llm: SegmentLLM) -> Non
     """With 0 the answer is that of the segments; each segment after the first has its share from layer 1 on."""
     names = [llm.register(segment) for segment in SEGMENTS]
     before = [kept(llm, name) for name in names]
-    none, some, every = (llm.blend(names, fraction) for fraction in (0, 0.25, 1))
-    num_free = llm.engine.pool.free_tokens
-    assert [llm.blend(names, fraction) for fraction in (0, 0.25, 1)] == [none, some, every]
-    assert llm.engine.pool.free_tokens == num_free, "a blend that is there is not made again"
+    blended = []
+    for fraction in (0, 0.25, 1):
+        blended.append(llm.blend(names, fraction))
+        assert llm.blend(names, fraction) == blended[-1]
+        assert llm.engine.pool.audit() == [], "a blend that is there is not made again"
+    none, some, every = blended
     (k0, v0), (k1, v1), (_, v2) = (kept(llm, name) for name in (none, some, every))
     assert_close(v0, torch.cat([v for _, v in before], 1), "values", AXES, rtol=0, atol=0)
     answers = [llm.generate_from_segments(ids, [1, 2, 3], GREEDY).token_ids for ids in ([none], names)]
