@@ -334,6 +334,11 @@ def test_alternatives_of_open_objects_need_few_states() -> None:
     assert sizes[3] < 1500, sizes
 
 
+def test_a_key_may_need_a_single_other_one_as_draft_3_has_it() -> None:
+    automaton = compile_schema({"type": "object", "dependencies": {"a": "bc"}}, budget())
+    assert_language(automaton, ['{"a":1,"bc":2}', '{"bc":1}'], ['{"a":1}', '{"a":1,"b":2,"c":3}'])
+
+
 CLOSED: dict[str, SchemaCase] = {
     "named properties": (
         {"properties": {"a": {"properties": {"b": {}}}}, "required": ["c"]},
