@@ -138,8 +138,9 @@ class Recorder:
                 self.indices[request_id] = len(self.requests)
                 self.tokens.append([])
                 self.requests.append(TracedRequest(request_id, length, 0, index, started_ns, "a segment"))
-        for request_id in self.indices:
-            if request_id.startswith(SEGMENT) and request_id not in computing and not self._is_ended(request_id):
+        for request_id, number in self.indices.items():
+            is_own = self.requests[number].max_new_tokens == 0  # a client may use an id like these
+            if is_own and request_id not in computing and not self._is_ended(request_id):
                 self._set(request_id, outcome=Outcome.FINISHED, end_step=index + 1, ended_ns=ended_ns)
 
     def _is_ended(self, request_id: str) -> bool:

@@ -52,6 +52,9 @@ def test_a_segment_that_was_evicted_has_another_row(folder: Path) -> None:
     taken = next(name for name in ids if name not in ("a", "b"))
     for name in (taken, f"{taken}+"):
         recorder.add_request([1], TWO, name)
+    recorder.step()
+    running = {request.request_id: request for request in recorder.trace("taken ids").requests}
+    assert running[taken].end_step is None, "a client's request ends with its last token"
     while engine.has_work():
         recorder.step()
     rows = {request.request_id: request for request in recorder.trace("taken ids").requests}
