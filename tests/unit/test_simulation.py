@@ -241,7 +241,7 @@ def test_a_request_that_cannot_be_admitted_ends_no_run() -> None:
         now = replica.plan(0.0)
         assert now is not None
         replica.finish(now)
-        for may_cut in (is_cut, False):  # the second waits behind the first
+        for may_cut in (is_cut, False):  # the second waits for the first
             ends = replica.plan(now)
             replica.add(Request(now, 4, 10, ()))
             assert (replica.cut(now + 0.001) is not None) == may_cut
