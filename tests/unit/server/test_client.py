@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shared.engine.output import StepOutput
@@ -146,6 +146,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 @settings(max_examples=300)
 @given(happened=st.lists(HAPPENED, max_size=14))
+@example(happened=[("submit", 1, "segments"), ("unknown", 0, None)])
+@example(happened=[("submit", 2, "chunks"), ("unknown", 1, None), ("lost rank", 0, None)])
 def test_a_request_ends_exactly_once_whatever_happens_to_the_engine(happened: list[tuple[str, int, Any]]) -> None:
     """With its own error, aborted and counted once; a question ends too, and a stopped engine has not crashed."""
 
