@@ -86,7 +86,8 @@ class Batch:
         else:
             ids = np.zeros(len(positions), np.int64)
             is_known = positions < known.repeat(num_new)
-            ids[is_known] = [n for request, start, count, *_ in schedule for n in request.ids(start, start + count)]
+            parts = [request.id_array(start, start + count) for request, start, count, *_ in schedule]
+            ids[is_known] = np.concatenate(parts)
         pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise

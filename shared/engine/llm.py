@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shared.engine.config import EngineConfig
 from shared.engine.output import StepOutput
-from shared.engine.prompt import CheckedIds
+from shared.engine.prompt import CheckedIds, check_prompt
 from shared.engine.request import TokenLogprobs
 from shared.errors import ConfigError, RequestError
 from shared.lessons import find_lesson, lesson_of
@@ -134,7 +134,7 @@ class LLM:
             raise RequestError(f"Prompt {index} is {prompt!r}; a prompt is a text or a list of token ids.")
         ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         try:
-            return CheckedIds.of(ids, engine.model.config.vocab_size, engine.max_seq_len)
+            return check_prompt(ids, engine.model.config.vocab_size, engine.max_seq_len)
         except RequestError as error:
             raise RequestError(f"Prompt {index}, counted from 0: {error}") from None
 

@@ -4,42 +4,52 @@ Engine and server apply the same checks, so each rule and its message exist once
 reaches a model has passed ``check_prompt``, so an invalid id raises RequestError and never IndexError.
 """
 
+import struct
 from collections.abc import Sequence
-from typing import Self
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.errors import ContextLengthError, QueueFullError, RequestError
 
 
-class CheckedIds(tuple[int, ...]):
-    """Ids that ``check_prompt`` found valid. They cannot change, so it does not look at each of them again."""
+class CheckedIds(list[int]):
+    """Ids that ``check_prompt`` found valid for a vocabulary of this size. They must not be changed, so one check is
+    enough."""
 
+    array: NDArray[np.int64]  # [n], the same ids; read-only
     vocab_size: int
 
-    @classmethod
-    def of(cls, prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> Self:
-        """Check the ids; raises RequestError as ``check_prompt``."""
-        checked = cls(check_prompt(prompt_ids, vocab_size, max_seq_len))
-        checked.vocab_size = vocab_size
-        return checked
+
+def array_of(ids: Sequence[int]) -> NDArray[np.int64]:
+    """The ids as a read-only array ``[n]``, in a third of the time of ``np.array``. Raises struct.error for an id
+    beyond 64 bits."""
+    return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
 
 
-def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> list[int]:
-    """The ids as a list; raises RequestError if the prompt is empty, too long, or has ids outside the vocabulary."""
+def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> CheckedIds:
+    """The ids, checked; raises RequestError if the prompt is empty, too long, or has ids outside the vocabulary."""
     if len(prompt_ids) == 0:
         raise RequestError("The prompt is empty; give at least one token of text or one token id.")
     if len(prompt_ids) >= max_seq_len:
         raise _too_long(f"{len(prompt_ids)} tokens", max_seq_len, _shorter_than(max_seq_len))
-    ids = list(prompt_ids)
     if isinstance(prompt_ids, CheckedIds) and prompt_ids.vocab_size <= vocab_size:
-        return ids
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:  # C code rather than a Python loop
-        return ids
-    for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"The prompt holds the token id {token_id!r}; this model's ids are integers from 0 to {vocab_size - 1}."
-            )
-    return ids
+        return prompt_ids
+    ids = CheckedIds(prompt_ids)
+    if all(issubclass(each, int) and each is not bool for each in set(map(type, ids))):  # no Python loop over the ids
+        with suppress(struct.error):
+            ids.array, ids.vocab_size = array_of(ids), vocab_size
+            if ids.array.min() >= 0 and ids.array.max() < vocab_size:
+                return ids
+    wrong = next(
+        token_id
+        for token_id in ids
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size
+    )
+    raise RequestError(
+        f"The prompt holds the token id {wrong!r}; this model's ids are integers from 0 to {vocab_size - 1}."
+    )
 
 
 def check_length(least_tokens: int, max_seq_len: int) -> None:

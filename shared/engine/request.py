@@ -8,9 +8,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.prompt import CheckedIds, array_of
 from shared.sampling.params import SamplingParams
 from shared.sampling.sampler import SamplingRow
 
@@ -121,6 +125,19 @@ class Request:
         """``token_ids[start:stop]``, without building the whole list."""
         n = self.num_prompt_tokens
         return self.prompt_ids[start:stop] + self.output_ids[max(0, start - n) : max(0, stop - n)]
+
+    @cached_property
+    def prompt_array(self) -> NDArray[np.int64]:
+        """``prompt_ids`` as a read-only array."""
+        ids = self.prompt_ids
+        return ids.array if isinstance(ids, CheckedIds) else array_of(ids)
+
+    def id_array(self, start: int, stop: int) -> NDArray[np.int64]:
+        """``token_ids[start:stop]`` as an array, which takes no time for each id of a prompt."""
+        n = self.num_prompt_tokens
+        if stop <= n:
+            return self.prompt_array[start:stop]
+        return np.concatenate([self.prompt_array[start:], array_of(self.ids(max(start, n), stop))])
 
     @property
     def last_token_id(self) -> int:

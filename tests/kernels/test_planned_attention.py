@@ -318,7 +318,7 @@ def test_head_sizes_of_keys_in_one_piece(randn, assert_near, D):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not can_specialize(2, 2, None, torch.device(DEVICE)), reason="Hopper's tensor cores only")
-@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(4, 2, 128), (8, 1, 256), (4, 4, 128)])
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(8, 2, 64), (4, 2, 128), (8, 1, 256), (4, 4, 128)])
 @pytest.mark.parametrize(
     ("batch", "num_copied", "limits"),
     [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shared.engine.llm import LLM
-from shared.engine.prompt import CheckedIds, check_prompt
+from shared.engine.prompt import check_prompt
 from shared.errors import ConfigError, RequestError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.schedule import Schedule
@@ -141,17 +141,16 @@ def test_a_bad_prompt_is_named_before_anything_is_computed(folder: str) -> None:
 
 
 def test_checked_ids_are_looked_at_again_only_for_a_smaller_vocabulary() -> None:
-    ids = CheckedIds.of([3, 9], 10, 8)
-    assert check_prompt(ids, 10, 8) == [3, 9]
+    ids = check_prompt([3, 9], 10, 8)
+    assert check_prompt(ids, 10, 8) is ids
+    assert ids == ids.array.tolist() == [3, 9]
     with pytest.raises(RequestError, match="the token id 9;"):
         check_prompt(ids, 9, 8)
     with pytest.raises(RequestError, match="maximum context length is 2 tokens"):
         check_prompt(ids, 10, 2)
-    with pytest.raises(RequestError, match="the token id True;"):
-        CheckedIds.of([3, True], 10, 8)
-    ids = CheckedIds([-1])
-    ids.vocab_size = 10
-    assert check_prompt(ids, 10, 8) == [-1], "it is not looked at"
+    for wrong in (True, -1, 10, 2**64, 3.0):
+        with pytest.raises(RequestError, match=f"the token id {wrong};"):
+            check_prompt([3, wrong], 10, 8)
 
 
 def test_an_interruption_leaves_nothing_behind(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

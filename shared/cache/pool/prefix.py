@@ -15,7 +15,6 @@ Invariants: a block with more than one reference is never written; a request hol
 prefix, and the first blocks of its table are the tree's; free, cached and held blocks add up to all blocks.
 """
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -224,8 +223,7 @@ class PrefixSharing(PoolExtension):
         num_tokens = request.num_tokens // self.block_size * self.block_size
         packed = self.packed_ids.get(request, b"")
         if len(packed) != num_tokens * ID_BYTES:
-            ids = request.ids(len(packed) // ID_BYTES, num_tokens)
-            packed += struct.pack(f"{len(ids)}i", *ids)  # faster than going through array or numpy
+            packed += request.id_array(len(packed) // ID_BYTES, num_tokens).astype(np.int32).tobytes()
             self.packed_ids[request] = packed
         return packed
 

@@ -109,7 +109,8 @@ COPIED_TILINGS = {  # by head size; an entry covers sizes up to its own
     128: CopiedTiling(64, 8, 3),
     256: CopiedTiling(64, 8, 2),
 }
-SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill`; smaller heads gain nothing by it
+SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill`, by head size
+    64: CopiedTiling(128, 4, 2, is_specialized=True),
     128: CopiedTiling(128, 4, 2, is_specialized=True, takes_turns=True),
     256: CopiedTiling(64, 4, 2, is_specialized=True),
 }
