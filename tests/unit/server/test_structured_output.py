@@ -15,8 +15,10 @@ from phases.phase_12.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.grammar import grammar
 from shared.grammar.grammar import Grammar
+from shared.grammar.limits import GrammarError
 from shared.server.bodies.protocol import CompletionRequest
 from shared.server.bodies.structured_output import described_grammar
+from shared.server.engine.grammar_process import GrammarProcess
 from tests.unit.server.echo import EchoEngine, serving
 from tests.unit.server.exchange import assert_refused, chat, completion, events
 
@@ -182,21 +184,33 @@ def test_a_phase_before_grammars_refuses_them_by_the_field(path: str, folder: Pa
 
 def test_a_slow_grammar_delays_no_other_request(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """While grammars are compiled, others are: requests without one, with a known one, and with a new one."""
+    compile, begun, may_end = GrammarProcess.compile, threading.Semaphore(0), threading.Event()
+
+    def held(self: GrammarProcess, asked: Grammar, *arguments: Any) -> Grammar:
+        if not asked.text.startswith(HOSTILE):
+            return compile(self, asked, *arguments)
+        begun.release()
+        may_end.wait(60)
+        raise GrammarError("The grammar is too slow.")
 
     def refuse(*arguments: object) -> None:
         pytest.fail("a grammar is compiled in the process of the engine")
 
+    monkeypatch.setattr(GrammarProcess, "compile", held)
     monkeypatch.setattr(grammar, "compile_grammar", refuse)
     with ThreadPoolExecutor(4) as aside:
         slow = [
             aside.submit(client.post, "/v1/completions", json=completion(guided_regex=HOSTILE + "a" * n))
             for n in range(4)
         ]
+        for _ in slow:
+            assert begun.acquire(timeout=60)
         for more in ({}, {"guided_regex": "[0-9]{3}"}, {"guided_regex": "[0-9]{3}"}, {"guided_choice": ["a", "b"]}):
             assert client.post("/v1/completions", json=completion(**more)).is_success
-        assert not all(answer.done() for answer in slow), "they are compiled one after the other"
+        assert not any(answer.done() for answer in slow)
+        may_end.set()
     for answer in slow:
-        assert_refused(answer.result(), "guided_regex", "The grammar ")
+        assert_refused(answer.result(), "guided_regex", "The grammar is too slow.")
 
 
 CLOSED = {"disable_additional_properties": True}
