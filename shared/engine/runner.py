@@ -19,7 +19,7 @@ import torch
 from shared.cache.layout.slots import Integers
 from shared.cache.view.interface import BatchView
 from shared.engine.batch import Batch, PromptRows
-from shared.engine.executor.eager import Eager, Executor, Ids, no_logits
+from shared.engine.executor.eager import Eager, Ids, MakeExecutor, no_logits
 from shared.engine.executor.isolation import run_isolated
 from shared.engine.executor.one_rank import Ranks
 from shared.engine.sampling.sampler import Draws, PromptDraws, Sampler, SamplerOutput
@@ -82,7 +82,7 @@ class Runner:
         most_logit_rows: int = 1,
         *,
         sampler: Sampler | None = None,
-        executor: Callable[[CausalLM, BatchView, Ids], Executor] = Eager,
+        executor: MakeExecutor = Eager,
         last_ids: Callable[[int, int, torch.device], Ids] = Ids,
         ranks: Ranks | None = None,
         observers: Sequence[Observer] = (),
@@ -96,7 +96,7 @@ class Runner:
         self.most_logit_rows = most_logit_rows
         self.sampler = sampler or Sampler(model.device, max_sequences * most_logit_rows)
         self.last_ids = last_ids(max_sequences, most_logit_rows, model.device)
-        self.executor = executor(model, view, self.last_ids)
+        self.executor = executor(model, view, self.last_ids, None if observers else most_logit_rows)
         self.sampler.recorder = self.executor.recorder
         self.ranks = ranks or Ranks()
         self.observers = observers
@@ -159,8 +159,7 @@ class Runner:
         prompts."""
         inputs = self.view.load(batch)
         self.ranks.begin(batch, self.last_ids.tensor)
-        needs_hidden = bool(self.observers) or batch.prompt_rows is not None
-        hidden, logits = self.executor(batch, inputs, needs_hidden)
+        hidden, logits = self.executor(batch, inputs)
         for observer in self.observers:
             observer.computed(batch, hidden)
         logits = self.ranks.logits(batch, logits)

@@ -199,12 +199,16 @@ def test_padding_changes_no_hidden_state(tiny_checkpoints, num_new):
         make_engine(tiny_checkpoints["qwen3"], use_cuda_graphs=False),
     )
     with torch.inference_mode():
-        hidden, expected = (
-            each.model(each.view.load(batch_of(each, num_new)).tokens, each.view) for each in (engine, plain)
+        (hidden, rows), (expected, ends) = (
+            (each.model(inputs.tokens, each.view), inputs.logit_rows.tolist())
+            for each in (engine, plain)
+            for inputs in [each.view.load(batch_of(each, num_new))]
         )
     T = sum(num_new)
-    assert len(expected) == T
-    assert len(hidden) == (T if len(num_new) == T else 12)
+    num_padded = T if len(num_new) == T else 12
+    assert (len(expected), len(hidden)) == (T, num_padded)
+    assert rows == ends + [0] * (len(rows) - len(ends))
+    assert len(rows) == (len(ends) if len(num_new) == T else 12), "a graph of a mixed step reads any number of them"
     torch.testing.assert_close(hidden[:T], expected, rtol=1e-5, atol=1e-5)
     assert engine.view.keys.isnan().sum() == plain.view.keys.isnan().sum()  # type: ignore[attr-defined]
 

@@ -9,12 +9,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from shared.cache.pool.contiguous import ContiguousKVCachePool
 from shared.cache.view.interface import StepInputs, step_arrays
-from shared.engine.batch import Batch
+from shared.engine.batch import Batch, PromptRows
 from shared.engine.executor import graphs
 from shared.engine.executor.buckets import Bucket, Buckets
 from shared.engine.executor.captured import Captured
@@ -47,6 +48,9 @@ class Fixed:
         if self.bucket is not None:
             for name in ("token_ids", "positions"):
                 arrays[name] = torch.nn.functional.pad(arrays[name], (0, self.bucket.num_tokens - batch.num_tokens))
+            if not self.bucket.is_decode:
+                rows = arrays["logit_rows"]
+                arrays["logit_rows"] = torch.nn.functional.pad(rows, (0, self.bucket.num_tokens - len(rows)))
         return StepInputs.of({name: self.buffers[name][: len(array)].copy_(array) for name, array in arrays.items()})
 
     def advance(self) -> None:
@@ -97,9 +101,11 @@ class Recorded:
         return CapturedStep(replay, results)
 
 
-def make(capture: Recorded | None = None, view: Any = None, model: Any = None) -> Any:
-    executor = partial(Captured, capture=capture or Recorded())
-    return Runner(model or Successor(), view or Fixed(), 4, executor=executor, last_ids=LastIds)  # type: ignore[arg-type]
+def make(
+    capture: Recorded | None = None, view: Any = None, model: Any = None, most_logit_rows: int = 1, **options: Any
+) -> Any:
+    options |= {"executor": partial(Captured, capture=capture or Recorded()), "last_ids": LastIds}
+    return Runner(model or Successor(), view or Fixed(), 4, most_logit_rows, **options)  # type: ignore[arg-type]
 
 
 def test_every_bucket_is_captured_the_largest_first() -> None:
@@ -117,8 +123,10 @@ def test_a_decode_step_is_one_replay_and_its_logits_are_those_of_its_sequences(n
     assert len(runner.model.seen[-1]) == BUCKETS.smallest(num_sequences, num_sequences).num_tokens
 
 
-def test_a_mixed_step_has_logits_for_its_last_tokens_alone() -> None:
-    runner = make()
+@pytest.mark.parametrize("most_logit_rows", [1, 3])
+def test_a_mixed_step_has_logits_for_its_last_tokens_alone(most_logit_rows: int) -> None:
+    """Whether its graph ends with the tokens that may be sampled from, or with all."""
+    runner = make(most_logit_rows=most_logit_rows)
     launched = runner.forward(batch_of({"a": [10], "b": [20, 21, 22], "c": [30, 31]}))
     assert launched.logits.argmax(-1).tolist() == [11, 23, 32]
     assert runner.num_replays == 1
@@ -126,6 +134,24 @@ def test_a_mixed_step_has_logits_for_its_last_tokens_alone() -> None:
         launched = runner.forward(batch_of({"a": [1, 2, 3]}, samples=samples))
         assert not launched.errors
         assert (launched.logits.argmax(-1).tolist(), launched.logits.dtype) == (expected, torch.float32)
+
+
+def test_a_mixed_graph_ends_with_the_rows_that_may_be_sampled_from_if_nothing_else_is_read() -> None:
+    """Where these are most of the rows, or an observer reads all of them, it computes all."""
+    mixed, scored = BUCKETS.mixed[0], batch_of({"a": [10, 11, 12], "b": [20]})
+    rows = PromptRows(*(np.array(each) for each in ([0, 1], [0, 0], [11, 12], [1, 1])))
+    observer = SimpleNamespace(begin=lambda: None, computed=lambda batch, hidden: seen.append(len(hidden)))
+    seen: list[int] = []
+    for options, num_rows in (({}, 4), ({"most_logit_rows": 2}, 12), ({"observers": [observer]}, 12)):
+        runner = make(**options)
+        assert len(runner.executor.graphs[mixed].results.hidden) == num_rows
+        runner.forward(scored)
+        assert runner.num_replays == 1
+        launched = runner.forward(replace(scored, prompt_rows=rows))
+        assert launched.logits.argmax(-1).tolist() == [13, 21]
+        assert [scores.draws.logprobs[2].tolist() for scores in launched.prompts] == [[[11], [12]]]
+        assert runner.num_replays == 1 + (num_rows == 12), "a scored prompt needs all"
+    assert seen == [12, 12]
 
 
 def test_a_decode_step_of_which_some_sequences_sample_nothing() -> None:

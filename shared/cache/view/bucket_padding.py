@@ -70,6 +70,8 @@ class BucketPadding:
             arrays[name] = padded(arrays[name], bucket.num_tokens, self.of_tokens[name])
         for name in arrays.keys() & self.of_sequences:
             arrays[name] = padded(arrays[name], bucket.num_sequences)
+        if not bucket.is_decode:
+            arrays["logit_rows"] = padded(arrays["logit_rows"], bucket.num_tokens)
 
     def advance(self, sent: Mapping[str, Tensor]) -> None:
         """On the device: :func:`shared.kernels.sampling.next_token.next_token`."""

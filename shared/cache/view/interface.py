@@ -23,7 +23,7 @@ class StepInputs(NamedTuple):
     """The arrays of a batch on the device."""
 
     tokens: Tokens  # the id of a pending token is -1 - r: the last id sampled for the sequence in row r of the pool
-    logit_rows: Tensor  # int64 [n]
+    logit_rows: Tensor  # int64 [n]; in a bucket of phase 9 that is no decode step, followed by zeros: [T]
     sequence_rows: Tensor  # int64 [n], the pool's row of the sequence of each logit row
 
     @classmethod

@@ -1,7 +1,8 @@
 """Computes batches by replaying captured steps. Introduced in phase 9.
 
-A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states: which of them
-need logits differs from step to step, so separate launches compute the logits.
+A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states of the tokens
+that may be sampled from, as many as the bucket's sequences can have: how many there are differs from step to step, so
+separate launches compute the logits.
 
 Invariants: a step whose bucket was not captured runs eagerly, with the same launches; captured launches depend on the
 batch only through the view's buffers.
@@ -20,7 +21,7 @@ from rich.progress import track
 from shared.cache.view.interface import BatchView, StepInputs
 from shared.engine.batch import Batch
 from shared.engine.executor.buckets import Bucket, Buckets
-from shared.engine.executor.eager import Eager, Ids, logits_of
+from shared.engine.executor.eager import Eager, Ids, logits_of, no_logits
 from shared.engine.executor.graphs import Capture, CapturedStep, Computed, CudaGraphCapture, DrawRecorder, uncollected
 from shared.engine.sampling.drawing import Recorder, launch_draw
 from shared.errors import ConfigError
@@ -50,12 +51,22 @@ class Captured:
 
     Args:
         view: a :class:`BucketedView`.
+        most_rows: as :class:`shared.engine.executor.eager.Eager`.
         capture: records a step; None: as a CUDA graph.
     """
 
-    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids, *, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        view: BatchView,
+        last_ids: Ids,
+        most_rows: int | None = None,
+        *,
+        capture: Capture | None = None,
+    ) -> None:
         self.model, self.view, self.last_ids = model, cast(BucketedView, view), last_ids
-        self.eager = Eager(model, view, last_ids)  # for steps that are larger than all buckets
+        self.most_rows = most_rows
+        self.eager = Eager(model, view, last_ids, most_rows)  # for steps that are larger than all buckets
         self.num_replays = 0
         self.recorder: Recorder = launch_draw
         self.graphs: dict[Bucket, CapturedStep] = {}
@@ -74,22 +85,30 @@ class Captured:
                 ) from error
             logger.warning("steps run eagerly, since CUDA graphs could not be captured: %s", error, exc_info=error)
 
-    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`shared.engine.executor.eager.Executor`."""
-        bucket = self.view.bucket
+        bucket, n = self.view.bucket, len(batch.logit_rows)
         if bucket is None:
-            return self.eager(batch, inputs, needs_hidden)
-        captured = self.graphs.get(bucket)
+            return self.eager(batch, inputs)
+        num_rows = None if batch.prompt_rows is not None else self.num_rows(bucket)
+        captured = self.graphs.get(bucket) if num_rows == self.num_rows(bucket) else None
         if captured is None:
-            hidden, logits = self._run(inputs, bucket)
+            hidden, logits = self._run(inputs, bucket, num_rows)
         else:
             captured.replay()
             hidden, logits = captured.results
             self.num_replays += 1
-        if logits is None:
+        if logits is not None:
+            return hidden, logits[:n] if n == batch.num_tokens else logits[inputs.logit_rows]
+        if num_rows is None:
             return hidden, logits_of(self.model, batch, inputs, hidden)
-        n = len(batch.logit_rows)
-        return hidden, logits[:n] if n == batch.num_tokens else logits[inputs.logit_rows]
+        return hidden, self.model.logits(hidden[:n]) if n else no_logits(self.model)
+
+    def num_rows(self, bucket: Bucket) -> int | None:
+        """The hidden states that a mixed bucket's graph ends with; None: those of all tokens, where the tokens that may
+        be sampled from are more than half."""
+        num_rows = None if self.most_rows is None else self.most_rows * bucket.num_sequences
+        return None if num_rows is None or bucket.is_decode or 2 * num_rows > bucket.num_tokens else num_rows
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
         """See :class:`shared.engine.executor.eager.Executor`."""
@@ -110,11 +129,12 @@ class Captured:
         for batch in track(paddings, "Capturing CUDA graphs", **options):
             inputs, bucket = self.view.load(batch), self.view.bucket
             assert bucket is not None
-            self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket))
+            self.graphs[bucket] = capture(functools.partial(self._run, inputs, bucket, self.num_rows(bucket)))
         logger.info("captured %d steps in %.1f s", len(paddings), time.perf_counter() - started)
 
-    def _run(self, inputs: StepInputs, bucket: Bucket) -> Computed:
+    def _run(self, inputs: StepInputs, bucket: Bucket, num_rows: int | None) -> Computed:
         """The launches of a bucket."""
         fill_pending(inputs.tokens.ids, self.last_ids.tensor)
-        hidden = self.model(inputs.tokens, self.view)
+        rows = None if num_rows is None else inputs.logit_rows[:num_rows]
+        hidden = self.model(inputs.tokens, self.view, rows)
         return Computed(hidden, self.model.logits(hidden) if bucket.is_decode else None)

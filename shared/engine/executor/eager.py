@@ -6,6 +6,7 @@ may begin with ids that only the device knows (:mod:`shared.engine.executor.last
 Invariant: an executor changes neither the batch nor a request.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -40,9 +41,9 @@ class Executor(Protocol):
     recorder: Recorder  # the sampler may be given its logits
     num_replays: int
 
-    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``. Without ``needs_hidden``, the hidden states may be
-        those of fewer tokens, and must not be read."""
+    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``. If the executor has ``most_rows`` and the batch no
+        prompt rows, the hidden states may be those of fewer tokens, and must not be read."""
         ...
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
@@ -53,24 +54,33 @@ class Executor(Protocol):
         ...
 
 
+MakeExecutor = Callable[[CausalLM, BatchView, Ids, int | None], Executor]
+"""Makes an executor; the arguments are those of :class:`Eager`."""
+
+
 class Eager:
-    """Launches each operation of a step."""
+    """Launches each operation of a step.
+
+    Args:
+        most_rows: maximum number of tokens of a sequence that are sampled from, if nothing else reads hidden states but
+            scored prompts; None: all hidden states are read.
+    """
 
     num_replays = 0
 
-    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids) -> None:
-        self.model, self.view, self.last_ids = model, view, last_ids
+    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids, most_rows: int | None = None) -> None:
+        self.model, self.view, self.last_ids, self.most_rows = model, view, last_ids, most_rows
         self.recorder: Recorder = launch_draw
         self.first_row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
-    def __call__(self, batch: Batch, inputs: StepInputs, needs_hidden: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`Executor`."""
         self.last_ids.fill(batch, inputs.tokens.ids)
         n = len(batch.logit_rows)
-        if needs_hidden or n == batch.num_tokens:
+        if self.most_rows is None or batch.prompt_rows is not None or n == batch.num_tokens:
             hidden = self.model(inputs.tokens, self.view)
             return hidden, logits_of(self.model, batch, inputs, hidden)
-        hidden = self.model(inputs.tokens, self.view, inputs.logit_rows if n else self.first_row)
+        hidden = self.model(inputs.tokens, self.view, inputs.logit_rows[:n] if n else self.first_row)
         return hidden, self.model.logits(hidden) if n else no_logits(self.model)
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
@@ -83,7 +93,7 @@ def logits_of(model: CausalLM, batch: Batch, inputs: StepInputs, hidden: torch.T
     n = len(batch.logit_rows)
     if n == 0:  # the prompts are not complete yet, or the requests generate nothing
         return no_logits(model)
-    return model.logits(hidden[:n] if n == batch.num_tokens else hidden[inputs.logit_rows])
+    return model.logits(hidden[:n] if n == batch.num_tokens else hidden[inputs.logit_rows[:n]])
 
 
 def no_logits(model: CausalLM) -> torch.Tensor:

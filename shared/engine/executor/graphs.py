@@ -31,7 +31,7 @@ Results = TypeVar("Results")
 class Computed(NamedTuple):
     """What a forward computes: hidden states and, if the step only decodes in a bucket, the logits of all rows."""
 
-    hidden: torch.Tensor  # [T, H]
+    hidden: torch.Tensor  # [T, H], or of the tokens that may be sampled from
     logits: torch.Tensor | None = None  # [T, V]
 
 
