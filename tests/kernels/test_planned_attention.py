@@ -333,7 +333,7 @@ def test_head_sizes_of_keys_in_one_piece(randn, assert_near, D):
 @pytest.mark.parametrize("split_size", [None, 256])
 def test_specialized_warps(randn, assert_near, num_launches, Hq, Hkv, D, batch, num_copied, limits, split_size):
     """Tiles and splits of any size, several items a program, and requests that are left to the other kernel."""
-    tiling = prefill_tiling(512, 1, Hq, Hkv, D, 2, can_copy=True, can_specialize=True)
+    tiling = prefill_tiling(4096, 1, Hq, Hkv, D, 2, can_copy=True, can_specialize=True)
     dtype = torch.bfloat16 if D == 128 else torch.float16
     heads = {"Hq": Hq, "Hkv": Hkv, "D": D, "dtype": dtype, "block_size": 16}
     copies = check_prefill(

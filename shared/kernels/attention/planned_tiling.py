@@ -114,6 +114,8 @@ SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill
     128: CopiedTiling(128, 4, 2, is_specialized=True, takes_turns=True),
     256: CopiedTiling(64, 4, 2, is_specialized=True),
 }
+LEAST_SPECIALIZED = {64: 3072}
+"""Minimum new tokens of a step for these, by head size; in smaller steps Triton's kernel is faster."""
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
@@ -164,7 +166,7 @@ def prefill_tiling(
     if not can_copy or num_new_tokens < LEAST_COPIED or num_new_tokens * group <= LEAST_ROWS * num_sequences:
         return PrefillTiling(rows, cut.tile, cut.num_warps, cut.num_stages)
     copied = COPIED_TILINGS[max(64, head_dim)]
-    if can_specialize:
+    if can_specialize and num_new_tokens >= LEAST_SPECIALIZED.get(head_dim, 0):
         copied = SPECIALIZED_TILINGS.get(head_dim, copied)
     return PrefillTiling(max(rows, COPIED_ROWS), cut.tile, copied.num_warps, cut.num_stages, copied=copied)
 

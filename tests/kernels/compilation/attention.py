@@ -141,9 +141,9 @@ def compile_planned_prefill():
     from shared.kernels.attention.prompt_keys import PromptKeys
 
     compiling(merge_states, planned_prefill, prompt_keys, specialized_prefill)
-    lengths, tables = torch.tensor([700, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
+    lengths, tables = torch.tensor([4000, 1], dtype=torch.int32), torch.zeros(128, dtype=torch.int32)
     for dtype, Hq, Hkv, D, block_size, softcap, steps in [
-        (torch.bfloat16, 32, 8, 64, 16, None, ([1, 1], [40, 1], [300, 1])),
+        (torch.bfloat16, 32, 8, 64, 16, None, ([1, 1], [40, 1], [300, 1], [4000, 1])),
         (torch.bfloat16, 32, 8, 128, 16, None, ([300, 1],)),
         (torch.float16, 4, 1, 256, 1, None, ([300, 1],)),
         (torch.bfloat16, 4, 1, 256, 1, 50.0, ([4, 1],)),
