@@ -266,14 +266,14 @@ def test_chat_answers_from_the_whole_conversation(tiny_checkpoints: dict[str, Pa
     from shared.text.chat import ChatMessage, encode_chat
     from shared.text.tokenizer import Tokenizer
 
-    folder = tiny_checkpoints["llama"]
+    folder = tiny_checkpoints["qwen3"]
     tokenizer = Tokenizer.load(folder)
 
     def answer(*messages: tuple[str, str]) -> str:
-        ids = encode_chat(tokenizer, [ChatMessage(*message) for message in messages], template="llama3")
+        ids = encode_chat(tokenizer, [ChatMessage(*message) for message in messages], template="qwen3")
         return generated(str(folder), ids, temperature=0, max_new_tokens=5, ignore_eos=True)
 
-    typed = "Hello\nAnd then?\n/reset\n/system Be brief.\n\nHello\n/reset\nHello\n/reset\n/system\nHello\n"
+    typed = "Hello\nAnd then?\n/reset\n/system  Be brief.\n\nHello\n/reset\nHello\n/reset\n/system\nHello\n"
     typed += "/help\n/frobnicate\n/quit\nnever read\n"
     result = infer("chat", "--model", folder, "--max-tokens", "5", "--ignore-eos", "--quiet", stdin=typed)
     assert result.exit_code == 0

@@ -57,7 +57,7 @@ HERMES: list[tuple[str, list[Delta]]] = [
         [CallStart(0, "weather"), CallArguments(0, NESTED)],
     ),
     (
-        '<tool_call>{"type": "function", "id": -1.5e3, "x": [{"y": ["}"]}], "name": "add"}</tool_call>',
+        '<tool_call>{"type": "function", "id": -1.5e3, "x\ny": [{"y": ["}"]}], "name": "add"}</tool_call>',
         added(arguments="{}"),
     ),
     (

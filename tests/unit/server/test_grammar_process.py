@@ -66,6 +66,7 @@ def test_after_the_process_is_lost_its_grammars_are_refused_and_the_next_compile
         for future in lost:
             with pytest.raises(GrammarError, match="ended with exit code -9; send it again"):
                 future.result(PATIENCE)
+    assert not process._running, "the next loss refuses none of them again"
     assert process.compile(Grammar.regex("a{1}"), EVERY_BYTE).automaton is not None
 
 

@@ -83,7 +83,7 @@ def test_a_page_of_another_site_is_let_in_by_its_origin(proxied: httpx.Client, c
         ((ORIGIN,), "https://b.example", None),
         ((ORIGIN, "https://b.example"), None, None),
         ((ORIGIN, "https://b.example"), "https://b.example", "https://b.example"),
-        (("*",), None, "*"),
+        (("*",), "https://b.example", "*"),
         ((), ORIGIN, None),
     ],
 )

@@ -169,3 +169,12 @@ def test_a_server_that_shuts_down_is_alive_and_not_ready(folder: Path) -> None:
             found = client.get(path)
             assert (found.status_code, found.json()["status"], found.json()["ready"]) == (503, "shutting down", False)
         assert client.get("/health/live").status_code == 200
+        segment = {"model": "echo", "content": "a"}
+        for path, body in (
+            ("/v1/completions", completion()),
+            ("/v1/chat/completions", chat()),
+            *((path, body) for path in ("/v1/segments", "/v1/chunks") for body in (segment, None)),
+        ):
+            refused = client.get(path) if body is None else client.post(path, json=body)
+            found = refused.status_code, error_of(refused)["code"], refused.headers["retry-after"]
+            assert found == (503, "shutting_down", "1"), path
