@@ -141,6 +141,7 @@ def test_the_phase_before_has_its_own_way_to_batch(model: str, tmp_path: Path) -
         (["--prompts", "good.txt", "--max-seq-len", "4"], "Line 2: This model's maximum context length is 4"),
         (["--out", "good.txt"], "cannot be a folder"),
         (["--model", "nowhere/at-all/it"], "nowhere/at-all/it"),
+        (["--model", "tiny-qwen3"], "tiny-qwen3 has no config.json"),  # a folder, though it has the name of a shape
     ],
 )
 def test_what_cannot_be_traced_is_refused_in_one_paragraph(
@@ -155,6 +156,7 @@ def test_what_cannot_be_traced_is_refused_in_one_paragraph(
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "latin.txt").write_bytes(b"g\xe4\xff")
     (tmp_path / "many.txt").write_text("x\n" * 257)
+    (tmp_path / "tiny-qwen3").mkdir()
     before = sorted(tmp_path.iterdir())
     result = CliRunner().invoke(app, ["trace", "--model", model, *arguments])
     assert result.exit_code == 2, result.output

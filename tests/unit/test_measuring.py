@@ -340,3 +340,6 @@ def test_rates_are_measured_or_a_data_sheets_or_given(monkeypatch: pytest.Monkey
     found = json.loads(infer("llama-3.2-1b --gpu l4 --bandwidth 250 --json").stdout)["ceilings"]
     assert (found["read_bytes_per_second"], found["matmul_flops_per_second"]) == (250e9, 121e12)
     assert found["source"].endswith("--bandwidth given")
+    found = json.loads(infer("llama-3.2-1b --bandwidth 250 --flops 2 --json").stdout)
+    assert (found["dtype"], found["ceilings"]["source"]) == ("bfloat16", "as given"), "nothing is measured"
+    assert list(found["ceilings"].values())[-2:] == [250e9, 2e12]
