@@ -1,6 +1,7 @@
 """Settings: ranges, choices, contradictions, and the phase that brings each."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -15,6 +16,13 @@ SLOTS, STATIC, WHOLE = {"kv_cache_backend": "contiguous"}, {"batching_mode": "st
 ADAPTER = {"adapter": "a", "use_speculative_decoding": True}
 NGRAM = {"drafter": "ngram", "use_speculative_decoding": True}
 SNAPKV = {"compress_method": "snapkv"}
+CHUNKS = ("prefill_chunk_size", "chunk_beside_decoding", "prefill_wait_ms")
+OF_DRAFTS = {"drafter": "ngram", "draft_model": "small", "adapter": "a", "spec_length": 2, "adapt_spec_length": True}
+OF_DRAFTS |= {"acceptance_method": "rejection"}
+OF_COMPRESSION = {"if_fake_compress": True, "if_log_compress": True, "if_log_num_topp": True, "layer_budget": 64}
+OF_COMPRESSION |= {"layer_upper_budget": 4096, "query_window_size": 64, "steps_between_compressions": 64}
+OF_COMPRESSION |= {"p_attn": 0.5, "attn_reduce_method": "max"}
+COMPILE, INT8, PACKED = {"execution": "compile"}, {"quantization": "int8"}, {"pack_weights": True}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -45,28 +53,42 @@ def test_a_choice_is_one_of_those_named(name: str) -> None:
         (SLOTS | {"block_size": 32}, "requires kv_cache_backend = 'paged'"),
         (SLOTS | {"num_gpu_blocks": 5}, "num_gpu_blocks is 5 and kv_cache_backend is 'contiguous'"),
         (WHOLE | {"prefill_chunk_size": 64}, "True: set that too .--chunked-prefill., or leave prefill_chunk_size out"),
-        (WHOLE | {"max_prefill_chunks_per_step": 2}, "_per_step is 2 and use_chunked_prefill is False"),
-        ({"draft_model": "small"}, "requires use_speculative_decoding = True"),
-        ({"spec_length": 2}, "spec_length is 2 and use_speculative_decoding is False"),
+        *(
+            (WHOLE | {name: 2}, f"{name} is 2 and use_chunked_prefill is False")
+            for name in (*CHUNKS, "max_prefill_chunks_per_step")
+        ),
+        *(({one: 8, other: 8}, f"{one} is 8 and {other} is 8") for one, other in itertools.combinations(CHUNKS, 2)),
+        *(({name: value}, f"{name} is {value!r} and use_sp.* is False; .*True:") for name, value in OF_DRAFTS.items()),
+        *((COMPILE | other, "is 'compile' and .* plain weights") for other in (ADAPTER, INT8, PACKED)),
+        (PACKED | INT8, "pack_weights is True and quantization is 'int8'; packing keeps 16-bit weights"),
+        (SLOTS | {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8' and kv_cache_backend is 'contiguous'"),
         ({"use_speculative_decoding": True}, "draft_model is None; set draft_model to the model that proposes"),
         (STATIC | {"scheduler_policy": "prefill_first"}, "requires batching_mode = 'continuous'"),
         (STATIC | {"max_decode_interval": 2}, "max_decode_interval is 2 and batching_mode is 'static'"),
         (STATIC | {"use_chunked_prefill": True}, "use_chunked_prefill, which arrives in phase 07, requires"),
         (SLOTS | {"attention_backend": "planned"}, "planned attention works on blocks"),
+        *(
+            (other | {"use_cuda_graphs": True}, f"use_cuda_graphs is True and {name} is '{value}'")
+            for other in (STATIC, SLOTS, {"attention_backend": "sdpa"})
+            for name, value in other.items()
+        ),
         (NGRAM | STATIC, "requires batching_mode = 'continuous'"),
         (NGRAM | {"draft_model": "small"}, "draft_model is 'small' and drafter is 'ngram'"),
         ({"drafter": "ngram"}, "drafter is 'ngram' and use_speculative_decoding is False; .*--speculative-decoding"),
-        ({"adapter": "a"}, "adapter is 'a' and use_speculative_decoding is False"),
         (NGRAM | {"adapter": "a"}, "adapter is 'a' and drafter is 'ngram'; with an adapter the model drafts"),
         (ADAPTER | {"kv_cache_dtype": "fp8"}, "keys and values of the weights' dtype"),
         (ADAPTER | SLOTS, "requires kv_cache_backend = 'paged'"),
-        (STATIC | {"use_prefix_caching": True}, "batching_mode is 'static'"),
-        ({"p_attn": 1}, "p_attn is 1; it must lie between 0 and 1"),
-        ({"layer_budget": 64}, "layer_budget is 64 and compress_method is None"),
+        (ADAPTER | {"draft_model": "small"}, "adapter is 'a' and draft_model is 'small'; with an adapter"),
+        *((SNAPKV | {"p_attn": share}, f"p_attn is {share}; it must lie between 0 and 1") for share in (0, 1)),
+        *(({"seed": seed}, f"seed is {seed}; it must lie between 0 and 2.64 - 1") for seed in (-1, 2**64)),
+        *(
+            ({name: value}, f"{name} is {value!r} and compress_method is None")
+            for name, value in OF_COMPRESSION.items()
+        ),
         ({"if_fake_compress": True}, "choose a compress_method too, or leave if_fake_compress out"),
         (SNAPKV | {"layer_budget": 4096}, "layer_upper_budget is 2048 and layer_budget is 4096"),
         (SNAPKV | {"if_fake_compress": True, "use_prefix_caching": True}, "cannot be shared"),
-        (SNAPKV | {"attention_backend": "flash"}, "leave attention_backend out"),
+        *((SNAPKV | {"attention_backend": name}, "leave attention_backend out") for name in ("flash", "planned")),
         (SNAPKV | WHOLE, "requires use_chunked_prefill = True"),
         (SNAPKV | SLOTS, "requires kv_cache_backend = 'paged': set that too .--kv-cache-backend paged."),
         ({"max_seq_len": 1}, "max_seq_len is 1; it must be at least 2"),
@@ -87,6 +109,7 @@ def test_what_belongs_together_may_be_set_together() -> None:
     EngineConfig(**SLOTS, **STATIC).check({*SLOTS, *STATIC})  # there from the start
     EngineConfig(compress_method="snapkv", layer_budget=64, layer_upper_budget=64)
     EngineConfig(use_speculative_decoding=True, draft_model="small", tensor_parallel_size=2, draft_ranks=2)
+    EngineConfig(**SNAPKV, attention_backend="naive", seed=2**64 - 1)
     config = EngineConfig(max_seq_len=100, max_batch_size=3, max_num_batched_tokens=40)
     assert config.sequence_limit(100) == 100
     assert (config.most_tokens_of_a_step(100), config.most_tokens_of_a_step(20)) == (103, 43)
