@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shared.errors import RequestError
-from shared.sampling.params import SamplingParams
+from shared.sampling.params import LATER, SamplingParams, StructuredOutput
 
 
 def test_values_become_plain_python():
@@ -37,6 +37,9 @@ def test_values_become_plain_python():
         *(("seed", v) for v in (-1, 2**64, 1.0, True, "1")),
         *(("stop", v) for v in ("", ("a", ""), [""], (1,), ["a", None], 3, None, b"x", {"a"})),
         *((flag, v) for flag in ("ignore_eos", "use_speculative_decoding") for v in (0, 1, None, "yes")),
+        *(("cache_salt", v) for v in ("", "s" * 257, 5)),
+        *((f, v) for f in ("thinking_budget", "min_thinking_tokens") for v in (-1, 1.0, True, "1")),
+        ("structured_output", "[0-9]+"),
     ],
 )
 def test_bad_values_are_refused(field, value):
@@ -48,6 +51,57 @@ def test_bad_values_are_refused(field, value):
     assert "\n" not in message
     if len(repr(value)) < 30:
         assert repr(value) in message
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    {
+        "temperature": [0, 1e9],
+        "top_p": [1e-9, 1],
+        "top_k": [1],
+        "min_p": [0, 1],
+        "repetition_penalty": [1e-9, 1e9],
+        **{key: [-2, 2] for key in ("presence_penalty", "frequency_penalty")},
+        "logit_bias": [((0, -100.0), (1, 100.0)), tuple((index, 1.0) for index in range(1024))],
+        "min_tokens": [0, 128],
+        "stop_token_ids": [tuple(range(128))],
+        **{key: [0, 20] for key in ("logprobs", "prompt_logprobs")},
+        "seed": [0, 2**64 - 1],
+        "cache_salt": ["s", "s" * 256],
+        "thinking_budget": [0],
+    }.items(),
+)
+def test_values_at_the_limits_are_accepted(field, values):
+    for value in values:
+        assert getattr(SamplingParams(**{field: value}), field) == value
+
+
+def test_what_contradicts_another_field_is_refused():
+    for given, field in (
+        ({"thinking_budget": 2, "min_thinking_tokens": 3}, "thinking_budget"),
+        ({"structured_output": StructuredOutput(), "ignore_eos": True}, "ignore_eos"),
+    ):
+        with pytest.raises(RequestError, match=f"^{field} is "):
+            SamplingParams(**given)
+    SamplingParams(thinking_budget=3, min_thinking_tokens=3)
+
+
+def test_each_field_that_changes_logits_or_thinking_does_so_alone():
+    """And each that a later phase introduces is refused alone."""
+    penalties, names = ["repetition_penalty", "presence_penalty", "frequency_penalty"], ["has_penalties"]
+    changes = {name: {"has_penalties", "adjusts_logits"} for name in penalties} | {"logit_bias": {"adjusts_logits"}}
+    changes |= {key: {"limits_thinking"} for key in ("thinking_budget", "min_thinking_tokens")}
+    values = dict.fromkeys(changes, 2) | {"logit_bias": {1: 1}, "temperature": 2, "min_tokens": 2, "prompt_logprobs": 0}
+    names += ["adjusts_logits", "limits_thinking"]
+    for field, value in (values | {"structured_output": StructuredOutput()}).items():
+        params = SamplingParams(**{field: value})
+        assert {name for name in names if getattr(params, name)} == changes.get(field, set()), field
+        params.check(LATER)
+        if field not in LATER:
+            params.check()
+            continue
+        with pytest.raises(RequestError, match=f"^{field} is .* the engine of phase {LATER[field]} does"):
+            params.check(set(LATER) - {field})
 
 
 def test_logit_bias_is_kept_as_pairs_in_the_order_of_the_ids():
