@@ -12,6 +12,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from shared.errors import RequestError
@@ -21,6 +22,8 @@ from shared.text.tokenizer import Tokenizer
 
 _MARKS = tuple(f"<{slash}{name}>" for name in ("think", "tool_call", "tool_response") for slash in ("", "/"))
 """The marks of thoughts and calls that an assistant writes: templates split its past thinking at them."""
+MOST_LEVELS = 256
+"""Maximum levels of arguments that become an object. Deeper ones stay text, since objects are visited recursively."""
 
 
 class CheckpointTemplate:
@@ -137,12 +140,24 @@ def _plain(messages: Sequence[ChatMessage], mark: Callable[..., str] | None = No
 
 
 def _function(call: ToolCall, mark: Callable[..., str]) -> dict[str, Any]:
-    """A call whose arguments are the object that templates expect; truncated arguments stay text."""
+    """A call whose arguments are the object that templates expect; truncated or very deep arguments stay text."""
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
         value = call.arguments
+    value = call.arguments if _is_deep(value) else value
     return {"name": call.name, "arguments": _mapped(value, lambda each: mark(each, True))}
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a JSON value has more than MOST_LEVELS levels of objects and lists."""
+    level = [value]
+    for _ in range(MOST_LEVELS + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return False
+        level = list(chain.from_iterable(inner))
+    return True
 
 
 def _mapped(value: Any, change: Callable[..., str]) -> Any:
