@@ -54,6 +54,8 @@ def assert_refused(command: str, told: str) -> None:
         ("bench kernels --kernel softmax", "--kernel is 'softmax'; it must be one of qkv, o"),
         ("bench kernels --kernel rms_norm", "A decode step of tiny-llama launches none of rms_norm"),
         ("bench hardware --device cuda:99", "no such GPU"),
+        ("bench speculation --no-lookup", "--no-lookup leaves nothing to measure"),
+        *((f"bench speculation --no-lookup {name} no/where", "no/where") for name in ("--draft", "--adapter")),
         ("bench attention --shape 32x4096", "--shape is '32x4096'; it must be one of 4x64"),
         ("bench attention --peer vllm", "--peer is 'vllm'; it must be one of flashinfer"),
         ("roofline no-such-model", "neither a folder nor a known model"),

@@ -1,6 +1,7 @@
 """The command line as a user meets it: every command, every refusal, interruption and broken pipes."""
 
 import inspect
+import json
 import os
 import runpy
 import signal
@@ -62,19 +63,20 @@ def tiny(tiny_checkpoints: dict[str, Path]) -> str:
 
 @pytest.fixture
 def toy_course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Four phases: b and c share `step` with a; d changes it."""
+    """Four phases: b and c share `step` with a; d changes it, and a side track changes it again."""
     import phases
 
-    steps = {"01": "return 1", "02": "return 1", "03": "return 1", "04": "return 4"}
+    steps = {"01": "return 1", "02": "return 1", "03": "return 1", "04": "return 4", "04.1": "return 5"}
     for index, (number, body) in enumerate(steps.items()):
-        folder = tmp_path / f"phase_{number}"
+        folder = tmp_path / f"phase_{number.replace('.', '_')}"
         folder.mkdir()
         previous = f'previous = "0{index}"\n' if index else ""
-        changes = '["step"]' if number == "04" else "[]"
+        changes = '["step"]' if number >= "04" else "[]"
+        side = "side_track = true\n" if "." in number else ""
         adds = '["shared.errors"]' if number == "02" else "[]"
         (folder / "lesson.toml").write_text(
             f'title = "T{number}"\nquestion = "Q{number}?"\nworkload = ""\n'
-            f"{previous}adds = {adds}\nchanges = {changes}\n"
+            f"{previous}{side}adds = {adds}\nchanges = {changes}\n"
         )
         (folder / "engine.py").write_text(
             f'"""{number}."""\n\n\nclass Engine:\n    def first(self) -> int:\n        return {index}\n\n'
@@ -426,18 +428,19 @@ def test_model_make_list_and_pull(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_phase_1a_runs_a_layer(tiny: str) -> None:
     result = CliRunner().invoke(
-        phase_app(find_lesson("01a")), ["forward", "--model", tiny, "--layer", "2", "--tokens", "5"]
+        phase_app(find_lesson("01a")), ["forward", "--model", tiny, "--layer", "2", "--tokens", "2048"]
     )
     assert result.exit_code == 0
-    assert "[5, 96], RMS" in result.stdout
+    assert "[2048, 96], RMS" in result.stdout, "as many tokens as the model takes"
 
 
 def test_phase_1b_shows_the_likeliest_tokens(tiny: str) -> None:
-    result = CliRunner().invoke(phase_app(find_lesson("01b")), ["forward", "--model", tiny, "--top", "3"])
-    assert result.exit_code == 0
-    probabilities = [float(line.split()[0]) for line in result.stdout.splitlines()]
-    assert len(probabilities) == 3
-    assert probabilities == sorted(probabilities, reverse=True)
+    for top, count in ((3, 3), (10**6, json.loads((Path(tiny) / "config.json").read_text())["vocab_size"])):
+        result = CliRunner().invoke(phase_app(find_lesson("01b")), ["forward", "--model", tiny, "--top", str(top)])
+        assert result.exit_code == 0
+        probabilities = [float(line.split()[0]) for line in result.stdout.splitlines()]
+        assert len(probabilities) == count
+        assert probabilities == sorted(probabilities, reverse=True)
 
 
 def test_a_phase_runs_by_itself(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

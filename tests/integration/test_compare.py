@@ -1,6 +1,7 @@
 """``infer compare``: silent on a sound model, and pointing at the very module that is broken on any other."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from shared.errors import ConfigError
 from shared.loading.loader import load_model
 from shared.models.causal_lm import CausalLM
 from shared.models.norm import RMSNorm
-from shared.parity.compare import Comparison, compare_models, points
+from shared.parity.compare import Comparison, ModuleDiff, compare_models, points
 from shared.parity.reference import load_reference
 from shared.parity.thresholds import Distance, distance
 
@@ -165,12 +166,38 @@ def test_distance() -> None:
 
 def test_layers_as_text() -> None:
     assert parse_layers("0, 3,8-11,3") == [0, 3, 8, 9, 10, 11]
-    for wrong in ("", "a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999", "²"):
+    assert parse_layers("0-1023") == list(range(1024))
+    for wrong in ("", "a", "1-", "-1", "3-1", "1,,2", "1.5", "0-99999999", "0-1024", "²"):
         with pytest.raises(ConfigError, match="layers"):
             parse_layers(wrong)
 
 
 # The command.
+
+
+def test_a_comparison_is_shown_by_layer_by_module_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's row is its first module over the limit or else its worst, and has the drift. JSON has no infinity."""
+    errors: list[tuple[int | None, str, float]] = [(None, "embedding", 1e-6), (0, "norm", 2e-6), (0, "core", 1e-6)]
+    errors += [(1, "norm", 2e-3), (1, "core", math.inf), (None, "logits", math.nan)]
+    modules = tuple(ModuleDiff(layer, name, Distance(one, one, one), 1e-3) for layer, name, one in errors)
+    drift = {layer: Distance(one, one, one) for layer, one in enumerate((3e-6, math.inf))}
+    monkeypatch.setattr("shared.cli.course.compare._compare", lambda *_: Comparison(modules, drift))
+    first, norm, core = "embedding 1.0e-06 1.0e-03 1.0e-06", "0 norm 2.0e-06 1.0e-03 2.0e-06", "0 core 1.0e-06 1.0e-03"
+    over, last = "1 norm 2.0e-03 1.0e-03 2.0e-03", "logits nan 1.0e-03 nan over"
+    for option, rows in (
+        ((), [first, f"{norm} 3.0e-06", f"{over} inf <- first over", last]),
+        (
+            ("--full",),
+            [first, norm, f"{core} 1.0e-06 3.0e-06", f"{over} <- first over", "1 core inf 1.0e-03 inf inf over", last],
+        ),
+    ):
+        shown = infer("compare", "m", *option)
+        lines = [" ".join(line.split()) for line in shown.output.splitlines()]
+        assert (shown.exit_code, [line for line in lines if "1.0e-03" in line]) == (1, rows)
+        assert "3 of 6 modules over their limit, first layer 1, norm." in shown.output
+    found = json.loads(infer("compare", "m", "--json").stdout, parse_constant=pytest.fail)
+    assert [module["relative_error"] for module in found["modules"]] == [1e-6, 2e-6, 1e-6, 2e-3, None, None]
+    assert [(one["layer"], one["max_error"]) for one in found["drift"]] == [(0, 3e-6), (1, None)]
 
 
 def test_the_command_on_a_sound_model(model_folder: Path) -> None:
