@@ -340,23 +340,28 @@ def test_a_failed_request_raises_from_generate(folder: Path) -> None:
 def test_a_step_that_is_broken_off_loses_no_output(
     folder: Path, error: type[BaseException], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every third call is interrupted, and with it the step, even if some requests already got their last token."""
+    """Every third call is interrupted, and with it the step, even if some requests already got their last token; or
+    the first, in the only step that there is."""
     if (error, place) == (RuntimeError, "forward") or (place == "model" and error is not KeyboardInterrupt):
         pytest.skip("an error in a forward fails its own requests")
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
-    engine = make(folder, max_batch_size=4)
-    owner, name = {
-        "model": (engine.model, "forward"),
-        "forward": (engine.runner, "forward"),
-        "wait": (SamplerOutput, "wait"),
-        "commit": (engine.pool, "commit"),
-        "process": (engine.output_processor, "process"),
-    }[place]
-    break_off(owner, name, error, lambda number: number % 3 == 1, monkeypatch)
-    answers, num_broken_off, _ = serve_through(engine, requests, error)
-    assert num_broken_off >= 4
-    assert answers == expected
+    cases: list[tuple[int, int, Callable[[int], bool]]] = [(6, 4, lambda number: number % 3 == 1)]
+    cases += [(1, 1, lambda number: number == 0)]
+    for num_requests, least_broken_off, is_broken in cases:
+        engine = make(folder, max_batch_size=4)
+        owner, name = {
+            "model": (engine.model, "forward"),
+            "forward": (engine.runner, "forward"),
+            "wait": (SamplerOutput, "wait"),
+            "commit": (engine.pool, "commit"),
+            "process": (engine.output_processor, "process"),
+        }[place]
+        with monkeypatch.context() as patch:
+            break_off(owner, name, error, is_broken, patch)
+            answers, num_broken_off, _ = serve_through(engine, requests[:num_requests], error)
+        assert num_broken_off >= least_broken_off
+        assert answers == expected[:num_requests]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 4])

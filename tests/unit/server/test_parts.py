@@ -26,6 +26,7 @@ from shared.server import process
 from shared.server.answers.answer import Answer
 from shared.server.answers.answer_stream import AnswerStream
 from shared.server.answers.logprobs import Scored, completion_logprobs
+from shared.server.engine.served_engine import EngineFacts
 from shared.server.errors import ApiError
 from shared.server.http.event_stream import EventStreamResponse, WholeResponse
 from shared.server.http.middleware import RequestRecord, _log_request
@@ -304,6 +305,22 @@ def test_of_tokens_with_one_name_the_likeliest_is_shown() -> None:
     names: Any = SimpleNamespace(token_bytes=lambda token_id: b"a")
     logprobs = TokenLogprobs(-0.5, ((1, -0.5), (2, -1.0)))
     assert completion_logprobs(names, [Scored(2, "a", logprobs)], 0)["top_logprobs"] == [{"a": -0.5}]
+
+
+def test_what_an_engine_can_do_is_known_from_its_parts() -> None:
+    """Also that it has parts for segments, or for limits on thinking, which its KV cache or its model rules out."""
+    parts = {"config": None, "model": SimpleNamespace(config=None), "max_seq_len": 4, "load": lambda: None}
+    parts["pool"] = SimpleNamespace(request_capacity=3)
+    lacks, has = SimpleNamespace(free=None, refusal="Its cache has none."), SimpleNamespace(free=list)
+    for more, expected in (
+        ({"constraints": None, "limits_thinking": False, "segments": lacks}, (True, False, "Its cache has none.")),
+        ({"limits_thinking": True, "segments": has}, (False, True, None)),
+        ({"limits_thinking": True}, (False, True, "serve phase 9.1")),
+        ({"constraints": None}, (True, False, "serve phase 9.1")),
+    ):
+        facts = EngineFacts.of(SimpleNamespace(**parts, **more))  # type: ignore[arg-type]
+        assert (facts.has_grammars, facts.limits_thinking) == expected[:2]
+        assert str(expected[2]) in str(facts.segment_refusal)
 
 
 def test_a_failed_request_ends_with_the_engines_words() -> None:
