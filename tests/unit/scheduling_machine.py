@@ -283,8 +283,10 @@ class SchedulingMachine(RuleBasedStateMachine):
         decoding = [request for request in running if self.can_decode(request)]
         before = self.live(), running, scheduler.has_work(), bool(scheduler.ending)
         num_blocks, resident, num_steps = self.num_cached_blocks(), self.resident(), scheduler.num_steps
+        looked_up = scheduler.num_prefix_queries, scheduler.num_prefix_hits
         planned = Planned(scheduler.schedule(), *before)
         schedule = planned.schedule
+        self.check_that_lookups_are_counted(set(scheduler.running.values()) - set(running), *looked_up)
         assert schedule.step == scheduler.num_steps
         assert scheduler.num_steps > num_steps or not schedule, "each step has a number of its own"
         self.check_entries(schedule)
@@ -306,6 +308,12 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.met["copies"] += self.slots.run(schedule)
         self.met["shared"] = self.slots.num_shared
         return schedule
+
+    def check_that_lookups_are_counted(self, admitted: set[Request], num_queries: int, num_hits: int) -> None:
+        """Of the requests that are looked up in the prefix tree, and of no others."""
+        looked_up = [request for request in admitted if self.tree is not None and request in self.sharing.prefixes]
+        assert self.scheduler.num_prefix_queries == num_queries + sum(request.num_tokens for request in looked_up)
+        assert self.scheduler.num_prefix_hits == num_hits + sum(request.num_computed_tokens for request in looked_up)
 
     def num_cached_blocks(self) -> int:
         return 0 if self.tree is None else self.tree.num_blocks

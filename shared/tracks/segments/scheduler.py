@@ -9,7 +9,7 @@ Invariants: a request is admitted only while all its segments are resident; a se
 requests wait for it; if computing it fails, the requests that wait for it fail too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shared.cache.pool.interface import CachePoolProtocol
@@ -57,7 +57,7 @@ class SegmentScheduler(Scheduler):
         preempted = grow(self, decoding)
         ready = self.candidates()
         admitted = [] if preempted else admit(self, ready, known_tokens, self.pool.watermark_tokens)
-        count_prefix_hits(self, admitted)
+        count_prefix_hits(self, self.looked_up(admitted))
         if preempted or admitted:
             decoding = self.decoding()
         decoding, prompts = share(self, decoding, self.prefill.prompts(self.running.values()))
@@ -107,6 +107,11 @@ class SegmentScheduler(Scheduler):
                 return
             if not self.pool.must_wait(request):
                 yield request
+
+    def looked_up(self, requests: Iterable[Request]) -> list[Request]:
+        """The requests that are looked up in the prefix tree: those without segments, unless they compute one."""
+        registry = self.registry
+        return [one for one in requests if one not in registry.contexts and one not in registry.computing]
 
     def compute(self, segment: Segment) -> Request:
         """The request that computes a segment; a new one at the end of the queue if there is none."""
