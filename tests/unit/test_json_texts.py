@@ -112,6 +112,8 @@ def test_texts(name: str) -> None:
         ({"exclusiveMinimum": 0}, "1", lambda text: text == repr(float(text))),
         ({"exclusiveMinimum": 0, "maximum": 1e-4}, "1", lambda text: text == repr(float(text)) and "-" in text),
         ({"minimum": 10**16 - 1}, "1", lambda text: text == repr(float(text)) and "+" in text),
+        ({"not": {"const": 10**16}}, "1", lambda text: text == repr(float(text)) and "-" in text),
+        ({"not": {"const": 1e-4}}, "1", lambda text: text == repr(float(text))),
     ],
 )
 def test_exponents(bounds: dict[str, Any], mantissa: str, is_written: Callable[[str], bool]) -> None:

@@ -4,12 +4,13 @@ import json
 import math
 import random
 import re
+import struct
 import unicodedata
 from typing import Any
 
 import pytest
 import regex
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shared.grammar.limits import Budget, GrammarError, Limits, WorkError
@@ -61,7 +62,6 @@ def test_as_in_python(pattern: str, texts: list[str], is_search: bool) -> None:
     ("pattern", "right", "wrong"),
     [
         (r"\u00e9\x41\t\n\r\f\v\0", "éA\t\n\r\f\v\0", "éA\t\n\r\v\f\0"),
-        (r"\u{1F600}|\ud83d\udfff", "\U0001f7ff", "\U0001f7fe"),
         (r"\cA\cb[\b]", "\x01\x02\x08", "A\x02\x08"),
         (r"\p{Lu}\p{N}\P{L}", "É²-", "é²-"),
         (r"\p{Uppercase_Letter}\p{gc=Number}\P{General_Category=Letter}", "É²-", "É²a"),
@@ -80,6 +80,22 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
     dfa = compile_regex(pattern, budget())
     assert dfa.run(right.encode())
     assert not dfa.run(wrong.encode())
+
+
+@given(st.characters(), st.booleans())
+@example("\U0010ffff", True)  # the last character
+@example("\U00010000", False)  # the first one that UTF-16 writes as a pair
+@example("\U0010ffff", False)
+@example("\u0000", True)
+def test_a_character_is_itself_however_it_is_written(character: str, is_in_class: bool) -> None:
+    code, units = ord(character), character.encode("utf-16-be")
+    forms = [f"\\u{{{code:x}}}", "".join(f"\\u{pair:04X}" for pair in struct.unpack(f">{len(units) // 2}H", units))]
+    forms += [f"\\x{code:02x}"] * (code < 256) + [character if character.isalnum() else f"\\u{{00{code:X}}}"]
+    others = [chr(other) for other in (code - 1, code + 1) if other in range(0xD800) or other in range(0xE000, 1 << 20)]
+    for form in forms:
+        dfa = compile_regex(f"[{form}]" if is_in_class else form, budget())
+        assert dfa.run(character.encode()), form
+        assert not any(dfa.run(other.encode()) for other in others), form
 
 
 @pytest.mark.parametrize(
@@ -105,6 +121,7 @@ def test_syntax(pattern: str, right: str, wrong: str) -> None:
         ("[z-a]", "the range z-a in the wrong order"),
         ("a\\", "ends too early"),
         (r"\u12", "4 hexadecimal digits"),
+        (r"\u{110000}", "an escape without a code point at position 0"),
         (r"\ud800", r"the surrogate U\+D800"),
         (r"\ud800\u0041", r"the surrogate U\+D800"),
         (r"\q", r"the unknown escape \\q"),
