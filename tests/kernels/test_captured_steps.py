@@ -244,7 +244,10 @@ def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tin
     plans = [planner.plan(np.array([1] * n + [9]), np.array([4] * n + [9]), n).prefill for n in (1, 1, 2)]
     assert plans[0] is plans[1]
     assert plans[1] is not plans[2]
-    planner = replace(planner, buckets=Buckets.of(2, 64))
+    assert len(planner.last_prefill) == len(planner.last_decode) == 1, "the last one alone"
+    planner = replace(planner, buckets=Buckets.of(4, 64), grids={})
+    planner.plan(np.ones(3, np.int64), np.full(3, 9), 3)
+    assert [*planner.grids] == [4], "the grid of the launch, which is that of the bucket"
     for num_new in (5, 41):  # one tile, and several
         for num_tokens in range(num_new, num_new + 200):
             step = np.array([1, num_new]), np.array([4, num_tokens]), 1

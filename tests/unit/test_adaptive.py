@@ -21,6 +21,8 @@ def run(lengths: DraftLengths, request: Request, rate: float, num_steps: int, se
     chance, num_drafts, num_tokens = Random(seed), 0, 0
     for _ in range(num_steps):
         length = lengths.next_lengths([request])[0]
+        known = lengths.known.get(request)
+        assert known is None or known.num_empty == 0, "each attempt so far was counted"
         accepted = 0
         while accepted < length and chance.random() < rate:
             accepted += 1

@@ -19,6 +19,7 @@ from phases.phase_11.engine import Engine
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.errors import ConfigError
+from shared.models.fused import FusedProjection
 from shared.models.tokens import Tokens
 from shared.sampling.noise import Stream, gumbel, seed_pattern
 from shared.sampling.params import SamplingParams
@@ -121,6 +122,7 @@ def test_outputs_are_those_without_drafts(
     answers = serve(plain, requests, arrivals)[0]
     engine = make(tiny_checkpoints[family], drafts[family], overlap_scheduling=overlaps, **arguments)
     engine.drafter.room = 32  # of a smaller memory
+    assert isinstance(engine.drafter.model.head, FusedProjection), "packed only if the model is"
     assert seen(serve(engine, requests, arrivals)[0]) == seen(answers)
     assert has_guessed(engine)
     assert engine.pool.draft.free_tokens == engine.pool.draft.capacity_tokens

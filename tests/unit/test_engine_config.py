@@ -108,6 +108,9 @@ def test_what_belongs_together_may_be_set_together() -> None:
     EngineConfig(prefill_chunk_size=64, max_prefill_chunks_per_step=2)  # so is whether prompts are cut
     EngineConfig(**SLOTS, **STATIC).check({*SLOTS, *STATIC})  # there from the start
     EngineConfig(compress_method="snapkv", layer_budget=64, layer_upper_budget=64)
+    EngineConfig(compress_method="snapkv", attention_backend="sdpa")  # other backends are excluded
+    EngineConfig(compress_method="snapkv", if_fake_compress=True, use_prefix_caching=False)
+    EngineConfig(quantization="int8", quantize_head=True)
     EngineConfig(use_speculative_decoding=True, draft_model="small", tensor_parallel_size=2, draft_ranks=2)
     EngineConfig(**SNAPKV, attention_backend="naive", seed=2**64 - 1)
     config = EngineConfig(max_seq_len=100, max_batch_size=3, max_num_batched_tokens=40)

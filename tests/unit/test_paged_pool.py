@@ -273,6 +273,7 @@ def test_a_pool_takes_what_can_be_used_and_no_more(tiny_checkpoints: dict[str, P
         ConfigError, match=r"num_gpu_blocks is 6: 96 tokens in blocks of 16\. .* = 100 tokens, .* 7 blocks"
     ):
         measured(tiny_checkpoints["llama"], max_seq_len=100, num_gpu_blocks=6)
+    assert measured(tiny_checkpoints["llama"], max_seq_len=100, num_gpu_blocks=7)[0].capacity_tokens == 7 * 16
     pool, view, shape = measured(tiny_checkpoints["llama"], max_seq_len=100, max_batch_size=3)
     assert pool.capacity_tokens == 3 * 7 * 16
     assert (pool.max_sequences, pool.request_capacity) == (3, 100)
@@ -306,6 +307,11 @@ def test_a_pool_takes_what_memory_is_left_beside_a_step(
         pool, view = PagedMemory()(config, model, 512)
         assert pool.allocator.num_blocks == blocks
         assert view.num_bytes == blocks * block_bytes
+    drafting = replace(config, use_speculative_decoding=True, draft_model=str(folder))
+    most = drafting.most_tokens_of_a_step(512)
+    its_step = pool_size.step_bytes(drafting, model, most, *pool_size.measured_memory(config, model, 512, most, make))
+    monkeypatch.setattr(pool_size, "free_bytes", lambda device: 2 * (its_step + 80 * block_bytes))
+    assert PagedMemory()(drafting, model, 512)[0].allocator.num_blocks == 40, "the draft model has as many"
     monkeypatch.setattr(pool_size, "free_bytes", lambda device: 2 * (step + 31 * block_bytes))
     with pytest.raises(
         ConfigError, match=r"num_gpu_blocks is 31, all that fit in free memory: 496 tokens .* 32 blocks"

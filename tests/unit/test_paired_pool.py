@@ -64,8 +64,9 @@ def test_both_pools_reserve_or_none() -> None:
     assert (pair.target.free_tokens, pair.draft.free_tokens) == (12, 2)
     assert pair.reserve(other, 2)
     assert pair.reserve(request, 2)
+    pair.shrink(request, 3)  # of two blocks
     assert not pair.reserve(request, 6)
-    assert (pair.target.free_tokens, pair.draft.free_tokens) == (10, 0), "the four tokens before stay reserved"
+    assert (pair.target.free_tokens, pair.draft.free_tokens) == (10, 0), "the three tokens before stay reserved"
     for each in (request, other):
         pair.release(each)
     assert (pair.draft_requests, pair.granted, pair.audit()) == ({}, {}, [])

@@ -52,9 +52,14 @@ def test_nothing_is_left_behind(
     sizes |= {"block_size": 4} if make is Prefixes else {}
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     add, added = engine.add_request, []
-    monkeypatch.setattr(engine, "add_request", lambda *options: added.append(add(*options)))
+    monkeypatch.setattr(
+        engine, "add_request", lambda *options: (add(*options), added.append((len(options[0]), options[1])))
+    )
     warm_up(engine)
     assert len(added) == (9 if is_gpu else 1), "six alone and three together, each when the queue has room"
+    capacity = getattr(engine.pool, "capacity_tokens", None)
+    expected = [one for together in rounds(3, 64, is_gpu=is_gpu, capacity_tokens=capacity) for one in together]
+    assert [(num_prompt, params.max_new_tokens) for num_prompt, params in added] == expected
     assert engine.load().num_prefix_hits == 0, "every prompt is computed"
     assert list(engine.pool.cached_blocks()) == []
     assert not engine.has_work()
