@@ -405,6 +405,7 @@ def test_what_the_kernels_cannot_read_is_refused(quantized, randn):
         (dataclasses.replace(weight, columns_per_scale=48), "not to 48"),
         (dataclasses.replace(weight, columns_per_scale=64), "not to 64"),
         (dataclasses.replace(weight, rows_per_scale=4), r"\(5, 3\) scales"),
+        (dataclasses.replace(weight, zeros=weight.scales[:, :2].to(torch.uint8)), "as many zeros"),
     ):
         with pytest.raises(ValueError, match=message):
             linear(randn(1, 96), wrong)

@@ -118,6 +118,10 @@ def test_every_matrix_is_kept_once(model_folder: Path) -> None:
         assert not {Projection, ProjectionGroup, RMSNorm} & parts
     assert isinstance(model.head, FusedProjection)
     assert sum(parameter.numel() for parameter in model.parameters()) == numbers
+    for part in model.blocks[0].modules():
+        if isinstance(part, MergedGroup | FusedProjection):
+            found = {*dict(part.named_children()), *dict(part.named_parameters(recurse=False))}
+            assert found <= {*vars(part)}, "parts and weights are found without a search"
     assert torch.equal(model.blocks[0].attention.qkv.matrix.weight, torch.cat(qkv))  # type: ignore
     is_tied = model.head.weight.data_ptr() == model.embedding.weight.data_ptr()
     assert is_tied == model.config.tie_word_embeddings

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -239,6 +240,7 @@ def test_a_truncated_file_is_refused_at_every_length(folder: Path) -> None:
         ("/no/such/folder", "neither a folder nor a known model"),
         ("no-such-model", "neither a folder nor a known model"),
         ("a/b/c", "neither a folder nor a known model"),
+        ("some-owner/", "neither a folder nor a known model"),
         ("pyproject.toml", "is a file"),
         ("some-owner/some-model", "could not be downloaded from the hub"),
         ("smollm2-135m", "has not been fetched yet; run `infer model pull smollm2-135m` once"),
@@ -252,6 +254,9 @@ def test_a_wrong_name_says_what_a_name_may_be(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelFolderError, match=message):
         resolve_model(name)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=TimeoutError))  # an error without a text
+    with pytest.raises(ModelFolderError, match=r"from the hub: TimeoutError\. Check"):
+        resolve_model("some-owner/some-model")
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert resolve_model("~/tests") == Path.cwd() / "tests"
     (tmp_path / "smollm2-135m").mkdir()

@@ -248,6 +248,14 @@ STORED: dict[str, tuple[dict[str, Any], Store]] = {
         ("packed int4", {"config_groups": scheme(num_bits=2, type="int")}, {}, r"\('int', 2\)"),
         (
             "packed int4",
+            {"config_groups": scheme(num_bits=4, type="int", strategy="channel", group_size=32)},
+            {},
+            r"\('channel', 32\)",
+        ),
+        ("int8, a scale a row", {"ignore": ["lm_head", 1]}, {}, r"ignore \['lm_head', 1\].*a list of module names"),
+        ("fp8 in blocks", {"modules_to_not_convert": "a"}, {}, "modules_to_not_convert 'a'.*a list of module names"),
+        (
+            "packed int4",
             {"config_groups": scheme(num_bits=8, type="float", strategy="channel")},
             {},
             r"\('float', 8\), .*packed int of 4 bits",
