@@ -206,14 +206,18 @@ def test_cached_blocks_go_from_the_end_of_an_answer_and_a_prefix_has_no_hole() -
 
 
 def test_routers_know_the_loads_of_the_last_report() -> None:
-    fleet = Fleet(FleetPlan(2, "two-choices", report_seconds=1.0), TIMES, EngineLimits())
+    fleet = Fleet(FleetPlan(2, "least-busy", report_seconds=1.0), TIMES, EngineLimits())
     fleet._arrive(Request(0.0, 8, 500, ()))
     assert (sorted(fleet.loads.values()), fleet.seen) == ([0, 1], {0: 0, 1: 0})
+    (router,) = fleet.routers
+    assert isinstance(router, LeastBusy)
+    assert {load for load, *_ in router.heap} == {0}
     fleet.old = [name for name, load in fleet.loads.items() if load == 0]
     fleet._drain_next(0.5)
     assert (list(fleet.loads.values()), list(fleet.seen.values())) == ([1], [0]), "a replica that drains is no report"
     assert list(fleet._until(1.0)) == []
     assert fleet.seen == fleet.loads
+    assert {(load, name) for load, _, name in router.heap} >= {(load, name) for name, load in fleet.loads.items()}
 
 
 def test_a_turn_that_would_not_fit_begins_another_conversation() -> None:
@@ -312,15 +316,15 @@ def test_what_a_trace_says_of_waits_balance_and_cost() -> None:
     """Four requests far apart, of which the first counts nowhere, at two replicas in turns."""
     times = replace(TIMES, request=0.5)
     fleet = Fleet(FleetPlan(2, "round-robin"), times, EngineLimits())
-    found = serve(fleet, [Request(10.0 * n, 8, 3, ()) for n in range(4)], 5.0, price=2.0)
+    found = serve(fleet, [Request(10.0 * n, 8, 3, ()) for n in range(4)], 10.0, price=2.0)
     first, rest = times.decode(0, 0) + times.prefill_step + times.prefill(8, 0), times.decode(1, 9, 2)
-    assert (found["requests"], found["requests_per_second"]) == (3, 3 / 25)
+    assert (found["requests"], found["requests_per_second"]) == (3, 3 / 20)
     assert found["first_token_ms"]["p50"] == pytest.approx(1e3 * (first + 0.5))
     assert found["request_mean_ms"] == pytest.approx(1e3 * (first + rest + 0.5))
     assert found["between_tokens_ms"]["p99"] == pytest.approx(1e3 * rest / 2)
     assert found["engine_ms"] == pytest.approx(1e3 * (first + rest))
     assert found["balance"] == pytest.approx(6 / 4.5)
-    assert found["cost_per_thousand"] == pytest.approx(2 * 2.0 * 25 / 3600 / 3 * 1000)
+    assert found["cost_per_thousand"] == pytest.approx(2 * 2.0 * 20 / 3600 / 3 * 1000)
 
 
 def test_a_recorded_trace_is_read_and_stretched(tmp_path: Path) -> None:

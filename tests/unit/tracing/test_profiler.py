@@ -16,10 +16,11 @@ PARAMS = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
 
 def test_a_profile_counts_tokens_lengths_forwards_and_drafts(folder: Path) -> None:
     engine = make_engine(folder, "11", max_batch_size=2, **SPECULATING)
-    before = len(list(engine.generate("one two one two", PARAMS)))
+    before = len(list(engine.generate("one two three one", PARAMS)))  # another acceptance than the profiled run's
     parts = engine.scheduler, engine.runner, engine
     own = [set(vars(part)) for part in parts]
     num_forwards, counts = engine.runner.num_forwards, list(engine.scheduler.num_accepted_by_position)
+    num_drafts = list(engine.scheduler.num_drafts_by_position)
     with Profiler(engine) as profile:
         outputs = list(engine.generate("one two one two", PARAMS))
     assert len(outputs) == before == 40
@@ -31,10 +32,14 @@ def test_a_profile_counts_tokens_lengths_forwards_and_drafts(folder: Path) -> No
     assert lengths == sorted(lengths)
     accepted = sum(count for step in steps for _, count, _ in step.record.verified)
     assert accepted == sum(engine.scheduler.num_accepted_by_position) - sum(counts) > 0
+    scheduler = engine.scheduler
+    ours, all_ours = scheduler.num_accepted_by_position, scheduler.num_drafts_by_position
+    changes = [(ours[n] - counts[n], all_ours[n] - num_drafts[n]) for n in range(len(counts))]
+    assert profile.acceptance == tuple(count / drafts for count, drafts in changes)
     stats = profile.stats()
     assert stats["tokens of a decode step"] == pytest.approx(39 / (len(steps) - 1))
     assert stats["longest sequence (tokens)"] == lengths[-1]
-    assert 0 < stats["acceptance at position 0"] <= 1
+    assert stats["acceptance at position 0"] == profile.acceptance[0]
     list(engine.generate("one", PARAMS))
     assert profile.steps == steps, "the context is closed"
 

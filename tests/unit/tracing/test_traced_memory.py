@@ -74,13 +74,15 @@ def test_blocks_that_are_exchanged_and_freed_and_the_last_that_is_drawn() -> Non
     steps = []
     for n, blocks in enumerate(tables):
         holding = Holding("a", HoldingState.DECODE, 2, 4, len(blocks), 0, blocks)
-        memory = MemoryMap("block", 4, 64, 0, 0, (holding,) if blocks else (), ())
+        other = Holding("b", HoldingState.DECODE, 2, 4, 1, 0, (7,))
+        memory = MemoryMap("block", 4, 64, 0, 0, (holding, other) if blocks else (other,), ())
         steps.append(TracedStep(StepRecord(n, (), ("a",), (), (), 0, 1, 0, 256), 10 * n, 10 * n + 9, memory))
-    found = memory_data(Trace("x", 1, tuple(steps), (TracedRequest("a", 2, 9, 0, 0),)))
+    found = memory_data(Trace("x", 2, tuple(steps), tuple(TracedRequest(name, 2, 9, 0, 0) for name in "ab")))
     assert found is not None
     blocks = [[3, 0, 1], [5, 0, 1], [5, 1, 4], [3, 1, 2], [8, 3, 4]]
     assert sorted(found["holdings"][0]["blocks"]) == sorted(blocks)
     assert found["holdings"][0]["written"] == [2, 2, 1, 2, 0]
+    assert found["holdings"][1]["blocks"] == [[7, 0, 5]], "held to the end of the trace"
     assert found["num_shown"] == 16, "block 8 is the ninth"
 
 

@@ -18,7 +18,8 @@ from tests.unit.tracing.recording import arrivals, make_engine, recorded
 
 
 def test_runs_take_turns_and_the_first_round_counts_for_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = [make_engine(folder, "06", max_batch_size=2, num_gpu_blocks=32) for _ in range(2)]
+    options: dict[str, Any] = {"phase": "08", "max_batch_size": 2, "num_gpu_blocks": 32, "block_size": 4}
+    engines = [make_engine(folder, **options) for _ in range(2)]
     runs = [TracedRun("xy"[n], engine, arrivals(3, 2, 4), {}) for n, engine in enumerate(engines)]
     order: list[int] = []
     nanoseconds = iter([1000, 1000, 15, 17, 13, 11, 14, 19])  # between two looks at the clock in a round
@@ -38,9 +39,8 @@ def test_runs_take_turns_and_the_first_round_counts_for_nothing(folder: Path, mo
     assert [part.ended_ns - part.started_ns for part in parts] == [17, 14]
     held = memory_data(found[0])
     assert held is not None
-    assert [told["blocks"] for told in held["holdings"]] == _blocks(
-        make_engine(folder, "06", max_batch_size=2, num_gpu_blocks=32)
-    )
+    assert [told["blocks"] for told in held["holdings"]] == _blocks(make_engine(folder, **options))
+    assert not any(request.num_cached_tokens for trace in found for request in trace.requests)
     order.clear()
     nanoseconds = iter([10])
     assert len(record(runs[:1])) == len(order) == 1, "a run that is compared with none runs once"
