@@ -228,6 +228,8 @@ def test_the_tree_keeps_the_blocks_that_a_compressed_request_leaves() -> None:
     second, num_cached = compute(pool, "b", 24)
     assert num_cached == 20
     assert pool.audit_blocks() == []
+    with pytest.raises(CapacityError, match="its first 24 are committed to the prefix tree"):
+        pool.truncate(second, 23)
     pool.release(second)
     assert pool.audit() == []
 

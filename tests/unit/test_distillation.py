@@ -167,7 +167,7 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(tiny_checkpoints: dict[
             raise CutError
 
     whole, again = start(1), start(1)
-    curve = train(*whole, *texts, config, tmp_path / "whole")
+    curve = train(*whole, *texts, config, tmp_path / "runs" / "whole")
     assert curve is not None
     assert [entry["step"] for entry in curve] == [0, 2, 4, 6]
     with pytest.raises(CutError):
@@ -180,6 +180,7 @@ def test_a_run_that_is_cut_goes_on_as_if_it_had_not_been(tiny_checkpoints: dict[
         train(*again, *texts, TrainingConfig(7, None, 2, 4, measure_every=2), tmp_path / "cut")
     with pytest.raises(ConfigError, match="a row needs 5 at least"):
         train(*again, some_texts(2, 4), texts[1], config, tmp_path / "short")
+    assert train(*again, some_texts(2, 5), some_texts(2, 5), config, tmp_path / "just long enough")
 
 
 def test_a_run_from_a_name_to_an_adapter(
@@ -196,6 +197,8 @@ def test_a_run_from_a_name_to_an_adapter(
     monkeypatch.setattr(LLM, "generate", noting)
     config = TrainingConfig(steps=20, rows=8, anchors=8, learning_rate=3e-3, measure_every=10)
     options = (str(folder), tmp_path / "a", SHAPE, config, WRITING, 8)
+    (tmp_path / "a.training").mkdir()
+    (tmp_path / "a.training" / "texts.safetensors").write_bytes(b"a run that was interrupted while it wrote texts")
     assert not train_adapter(*options, pause_after=0, report=lines.append)
     assert "paused" in lines[-1]
     texts = (tmp_path / "a.training" / "texts.safetensors").stat().st_mtime_ns

@@ -25,7 +25,15 @@ from shared.models.projection import Projection
 from shared.models.tokens import Tokens
 from shared.ops.gated import swiglu
 from shared.ops.rmsnorm import rms_norm
-from shared.tracks.multi_token.adapter import CONFIG, WEIGHTS, SamplerHead, load_adapter, with_adapter
+from shared.tracks.multi_token.adapter import (
+    CONFIG,
+    MOST_SHOWN,
+    WEIGHTS,
+    Adapter,
+    SamplerHead,
+    load_adapter,
+    with_adapter,
+)
 from shared.tracks.multi_token.captured_head import CapturedHead
 from shared.tracks.multi_token.lora import FIRST_MASK, TARGETS, AdaptedProjection, GatedLoRA, adapt
 from tests.adapters import random_adapter
@@ -199,12 +207,16 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_list(
     folder = tmp_path / "a"
     with pytest.raises(ModelFolderError, match=r"has no adapter\.json; give the folder of an adapter"):
         load_adapter(folder, llama)
-    random_adapter(llama).save(folder)
+    adapter = random_adapter(llama)
+    adapter.save(folder)
     with pytest.raises(
         ModelFolderError, match=r"does not fit the model:\n  .* is \[\d+, \d+\] and must be \["
     ) as error:
         load_adapter(folder, gemma)
-    assert "more\n" in str(error.value)
+    ours, theirs = (each.state_dict() for each in (Adapter(adapter.config, gemma.config), adapter))
+    misfits = {*ours} ^ {*theirs} | {name for name in {*ours} & {*theirs} if ours[name].shape != theirs[name].shape}
+    assert f"\n  and {len(misfits) - MOST_SHOWN} more\n" in str(error.value)
+    assert str(error.value).count("\n  ") == MOST_SHOWN + 1
     assert "infer train mtp" in str(error.value)
     config = json.loads((folder / "adapter.json").read_text())
     for change, message in (

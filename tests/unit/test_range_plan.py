@@ -74,6 +74,12 @@ def test_each_visible_key_is_in_one_item(data: st.DataObject) -> None:
     tiles = Tiles.of(ranges, num_new, tokens, most)
     plan = plan_ranges(tiles, least, positions + slack, grid, num_rows=len(positions) + 3, window=window)
     shown = keys_of(plan, positions, ranges, window or 10**9)
+    for item in range(int(plan.num_items[0])):  # no keys are read that lie before the windows of all queries
+        slots = slice(plan.item_slots[item], plan.item_slots[item] + plan.item_counts[item])
+        lowest = (least[plan.slot_rows[slots]] - plan.slot_offsets[slots]).min()
+        pieces = slice(plan.item_pieces[item], plan.item_pieces[item + 1])
+        first_seen = lowest - plan.piece_bases[pieces] + 1 - (window or 10**9)
+        assert (plan.piece_begins[pieces] >= first_seen).all()
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         first = 0 if window is None else max(0, position - window + 1)
         expected = []

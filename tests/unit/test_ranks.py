@@ -272,11 +272,11 @@ def test_a_draft_model_is_cut_among_the_first_ranks() -> None:
     assert on_ranks(3, run) == [[0, 1], [0, 1], None]
 
 
-def watch_of(pipes: Sequence[Any], board: Board | None = None) -> Any:
+def watch_of(pipes: Sequence[Any], board: Board | None = None, code: int = -9) -> Any:
     """The watch of ranks at these pipes; it lists in ``ended`` what it does when the group has failed."""
     ended: list[Any] = []
     processes = [
-        SimpleNamespace(kill=partial(ended.append, rank), wait=lambda _: -9) for rank in range(1, len(pipes) + 1)
+        SimpleNamespace(kill=partial(ended.append, rank), wait=lambda _: code) for rank in range(1, len(pipes) + 1)
     ]
     watch: Any = Watch(board or Board(len(pipes) + 1), processes, [])  # type: ignore[arg-type]
     watch.ended, watch.when_lost = ended, ended.append
@@ -285,14 +285,14 @@ def watch_of(pipes: Sequence[Any], board: Board | None = None) -> Any:
     return watch
 
 
-def watched(last_words: Sequence[Failed | None]) -> Any:
+def watched(last_words: Sequence[Failed | None], code: int = -9) -> Any:
     """The watch of ranks that have left these last words, or died without."""
     pipes = [Pipe() for _ in last_words]
     for (_, theirs), words in zip(pipes, last_words, strict=True):
         if words is not None:
             theirs.send(words)
         theirs.close()
-    return watch_of([ours for ours, _ in pipes])
+    return watch_of([ours for ours, _ in pipes], code=code)
 
 
 def failure_of(watch: Any) -> str:
@@ -309,15 +309,18 @@ LEFT = Failed("failed (PeerError: connection closed)", is_peers=True)
 
 
 @pytest.mark.parametrize(
-    ("last_words", "expected"),
+    ("last_words", "code", "expected"),
     [
-        ([LEFT, Failed("ran out of memory (12 GB)"), LEFT], "Rank 2 of 4 ran out of memory"),
-        ([LEFT, None, LEFT], "Rank 2 of 4 was ended by SIGKILL"),
-        ([LEFT, LEFT], "Rank 1 of 3 failed"),
+        ([LEFT, Failed("ran out of memory (12 GB)"), LEFT], 1, "Rank 2 of 4 ran out of memory"),
+        ([LEFT, None, LEFT], -9, "Rank 2 of 4 was ended by SIGKILL"),
+        ([None], 0, "Rank 1 of 2 ended with exit code 0"),
+        ([LEFT, LEFT], 1, "Rank 1 of 3 failed"),
     ],
 )
-def test_the_failure_names_the_rank_that_it_began_with(last_words: Sequence[Failed | None], expected: str) -> None:
-    assert failure_of(watched(last_words)).startswith(expected)
+def test_the_failure_names_the_rank_that_it_began_with(
+    last_words: Sequence[Failed | None], code: int, expected: str
+) -> None:
+    assert failure_of(watched(last_words, code)).startswith(expected)
 
 
 def test_rank_0_waits_for_the_cause_of_its_error_unless_it_ran_out_of_memory() -> None:

@@ -20,7 +20,8 @@ def llm(tiny_checkpoints: dict[str, Path]) -> SegmentLLM:
     return SegmentLLM(str(tiny_checkpoints["llama"]), max_seq_len=256, max_batch_size=2, prefill_chunk_size=8)
 
 
-def test_the_same_text_is_registered_and_computed_once(llm: SegmentLLM) -> None:
+def test_the_same_text_is_registered_and_computed_once(llm: SegmentLLM, tiny_checkpoints: dict[str, Path]) -> None:
+    assert llm.engine.config.model == str(tiny_checkpoints["llama"])
     name = llm.register(TEXTS[0])
     computed = llm.engine.runner.num_tokens_computed
     assert llm.register(TEXTS[0]) == name
