@@ -286,7 +286,12 @@ class SchedulingMachine(RuleBasedStateMachine):
         looked_up = scheduler.num_prefix_queries, scheduler.num_prefix_hits
         planned = Planned(scheduler.schedule(), *before)
         schedule = planned.schedule
-        self.check_that_lookups_are_counted(set(scheduler.running.values()) - set(running), *looked_up)
+        admitted = set(scheduler.running.values()) - set(running)
+        self.check_that_lookups_are_counted(admitted, *looked_up)
+        self.met["decodes at once"] += len(admitted & set(schedule.decoding.requests))
+        if not schedule.prompts or self.config.scheduler_policy == "fcfs":
+            late = [request for request in admitted - set(schedule.requests) if not request.is_prefilling]
+            assert not late, "a request that can decode when it is admitted gets its token in the same step"
         assert schedule.step == scheduler.num_steps
         assert scheduler.num_steps > num_steps or not schedule, "each step has a number of its own"
         self.check_entries(schedule)

@@ -10,7 +10,8 @@ from shared.errors import ConfigError
 
 FIELDS = {field.name: field for field in dataclasses.fields(EngineConfig)}
 CHOICES = {name: field.metadata["choices"] for name, field in FIELDS.items() if field.metadata["choices"]}
-COUNTS = [name for name, field in FIELDS.items() if field.metadata["at_least"] is not None]
+COUNTS = [name for name, field in FIELDS.items() if field.type in (int, int | None)]
+COUNTS = [name for name in COUNTS if name not in ("max_seq_len", "seed")]  # the model's length, and any number
 SLOTS, STATIC, WHOLE = {"kv_cache_backend": "contiguous"}, {"batching_mode": "static"}, {"use_chunked_prefill": False}
 
 ADAPTER = {"adapter": "a", "use_speculative_decoding": True}

@@ -116,6 +116,8 @@ def test_every_matrix_is_kept_once(model_folder: Path) -> None:
         parts = {type(part) for name, part in block.named_modules() if ".qk." not in name}
         assert {MergedGroup, FusedProjection, FusedNorm} <= parts
         assert not {Projection, ProjectionGroup, RMSNorm} & parts
+        kept = {type(part) for name, part in block.named_modules() if ".qk." in name}
+        assert not {FusedNorm} & kept, "the KV view reads the norms of queries and keys"
     assert isinstance(model.head, FusedProjection)
     assert sum(parameter.numel() for parameter in model.parameters()) == numbers
     for part in model.blocks[0].modules():

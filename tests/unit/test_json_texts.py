@@ -87,6 +87,11 @@ TEXTS: dict[str, tuple[Any, list[bytes], list[bytes]]] = {
     "so are those of a small range": ({"type": "integer", "minimum": 1, "maximum": 9}, [b"9"], [b"9.0", b"1.0"]),
     "blanks in an empty array": ({"items": {"type": "integer"}, "maxItems": 1}, [b"[ ]", b"[\n]", b"[ 1]"], [b"[1,"]),
     "minus zero is below 1": ({"type": "integer", "minimum": 1}, [], [b"-0"]),
+    "an anchor that is no text is none": (
+        {"$anchor": ["n"], "$defs": {"n": {"$anchor": "n", "type": "integer"}}, "$ref": "#n"},
+        [b"1"],
+        [b'"n"'],
+    ),
     "minus zero is the constant 0": ({"const": 0}, [b"-0"], []),
     "and is excluded with it": ({"type": "number", "not": {"const": 0}}, [b"-1", b"0.5"], [b"0", b"-0", b"-0.0"]),
     "a reader rounds 1e-400 to 0": ({"exclusiveMinimum": 0}, [b"1e-05"], [b"-0.0", b"0e-05", b"1e-400"]),

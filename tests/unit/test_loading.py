@@ -28,7 +28,7 @@ from shared.loading.config_json import read_config
 from shared.loading.loader import load_model
 from shared.loading.placement import default_dtype
 from shared.loading.quantized import quantizer
-from shared.loading.resolve import resolve_model
+from shared.loading.resolve import HUB_FILES, resolve_model
 from shared.loading.sources import Source
 from shared.loading.weights import fill
 from shared.models.tokens import Tokens
@@ -254,9 +254,10 @@ def test_a_wrong_name_says_what_a_name_may_be(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ModelFolderError, match=message):
         resolve_model(name)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=TimeoutError))  # an error without a text
-    with pytest.raises(ModelFolderError, match=r"from the hub: TimeoutError\. Check"):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download := Mock(side_effect=TimeoutError))
+    with pytest.raises(ModelFolderError, match=r"from the hub: TimeoutError\. Check"):  # an error without a text
         resolve_model("some-owner/some-model")
+    assert download.call_args.kwargs["allow_patterns"] == HUB_FILES
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert resolve_model("~/tests") == Path.cwd() / "tests"
     (tmp_path / "smollm2-135m").mkdir()

@@ -1,6 +1,10 @@
 """Who waits for the blocks that another request computes, and what is counted of the prefix tree."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import pytest
 
 from shared.cache.layout.paged import PagedSizes
 from shared.cache.pool.paged import PagedKVCachePool
@@ -8,16 +12,26 @@ from shared.cache.pool.prefix import PrefixSharing
 from shared.engine.config import EngineConfig
 from shared.engine.request import Request
 from shared.sampling.params import SamplingParams
+from shared.scheduling.growth import preempt
+from shared.scheduling.overlapped import OverlappedScheduler
 from shared.scheduling.prefix import PrefixScheduler
+from shared.scheduling.scheduler import Scheduler
+from shared.scheduling.speculative import SpeculativeScheduler
 from shared.text.tokenizer import Tokenizer
+from shared.tracks.compression.scheduler import CompressingScheduler
+from shared.tracks.multi_token.scheduler import MultiTokenScheduler
+from shared.tracks.segments.registry import SegmentRegistry
+from shared.tracks.segments.scheduler import SegmentScheduler
 from tests.unit.scheduling_loop import LETTER, Loop
 
 
-def make(tokenizer: Tokenizer, num_blocks: int = 30, **config: Any) -> Loop:
+def make(
+    tokenizer: Tokenizer, num_blocks: int = 30, scheduler: Callable[..., Scheduler] = PrefixScheduler, **config: Any
+) -> Loop:
     """Blocks of 4 tokens."""
     pool = PagedKVCachePool.of(PagedSizes(num_blocks, 4, 4, 64, 48), PrefixSharing(4))
-    scheduler = PrefixScheduler(EngineConfig(block_size=4, max_batch_size=4, **config), pool, 48)
-    return Loop(scheduler, tokenizer, lambda request, index: LETTER + index)
+    settings = EngineConfig(block_size=4, max_batch_size=4, **config)
+    return Loop(scheduler(settings, pool, 48), tokenizer, lambda request, index: LETTER + index)
 
 
 def add(loop: Loop, name: str, ids: str, max_new_tokens: int = 2, **params: Any) -> Request:
@@ -52,6 +66,27 @@ def test_a_request_for_prompt_log_probabilities_neither_waits_nor_finds_nor_coun
     late = add(loop, "c", "abcdefghi", prompt_logprobs=0)
     assert loop.steps(1) == ["|c|ab"]
     assert (asking.num_cached_tokens, late.num_cached_tokens, loop.scheduler.num_prefix_queries) == (0, 0, 9)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        PrefixScheduler,
+        OverlappedScheduler,
+        SpeculativeScheduler,
+        MultiTokenScheduler,
+        CompressingScheduler,
+        partial(SegmentScheduler, registry=SegmentRegistry()),
+    ],
+)
+def test_a_request_that_lacks_one_token_when_it_is_admitted_decodes_at_once(
+    tokenizer: Tokenizer, scheduler: Callable[..., Scheduler]
+) -> None:
+    loop = make(tokenizer, scheduler=scheduler)
+    request = add(loop, "a", "abcdefgh", max_new_tokens=9)
+    assert loop.steps(1) == ["|a|"]
+    preempt(loop.scheduler, request)
+    assert loop.steps(2) == ["||a", "||a"]
 
 
 def test_a_readmitted_request_finds_itself_and_keeps_its_first_count(tokenizer: Tokenizer) -> None:

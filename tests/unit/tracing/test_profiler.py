@@ -73,6 +73,9 @@ def test_a_profile_and_a_trace_of_one_run_agree(folder: Path) -> None:
     assert max(len(step.lengths) for step in profile.steps) == 2
     assert "step" not in vars(engine)
     assert "acceptance at position 0" not in profile.stats()
+    with Profiler(engine) as prompts:
+        list(engine.generate("one two", SamplingParams(max_new_tokens=1)))
+    assert prompts.stats()["tokens of a decode step"] == 1, "of a run that decodes nothing"
     with Profiler(engine) as unused:
         pass
     assert unused.stats() == {}
