@@ -1,10 +1,10 @@
 """Selection: the keys that a KV head keeps, within a budget. Introduced in phase 9.2.
 
-The attention of the window determines how many keys a head needs: n*, the size of the size of the smallest set of keys
-with attention mass p. HARD-KV (arXiv 2606.28831) searches for the temperature T at which a top-p choice by
-softmax(score / T) keeps n* keys. Without ties these are the top n* by score, so no search is needed. The compressor's
-scores choose the keys, and the budget bounds their number. So heads keep different numbers of keys: one that attends to
-few keys keeps the budget's minimum, one that attends everywhere the maximum.
+The attention of the window determines how many keys a head needs: n*, the size of the smallest set of keys with
+attention mass p. HARD-KV (arXiv 2606.28831) searches for the temperature T at which a top-p choice by softmax(score /
+T) keeps n* keys. Without ties these are the top n* by score, so no search is needed. The compressor's scores choose the
+keys, and the budget bounds their number. So heads keep different numbers of keys: one that attends to few keys keeps
+the budget's minimum, one that attends everywhere the maximum.
 
 Invariant: the sinks and the recent keys are kept, whatever their scores; otherwise at most ``n`` keys are kept.
 """
