@@ -23,7 +23,7 @@ from benchmarks.setup import Setup
 from benchmarks.timing import in_turns
 from benchmarks.view import View, percent, table_of
 from shared.engine.batch import Batch
-from shared.engine.runner import Launched, Observer
+from shared.engine.runner import Launched, Observer, Runner
 from shared.engine.sampling.sampler import SamplerOutput
 from shared.lessons import find_lesson
 from shared.sampling.params import SamplingParams
@@ -110,7 +110,10 @@ def distances(
     """
     plain, reusing = engines["09"], engines["09.1"]
     for engine in engines.values():
-        engine.runner.observers = [LastHidden()]
+        runner = engine.runner
+        sizes = engine.pool.max_sequences, runner.most_logit_rows
+        options: dict[str, Any] = {"sampler": runner.sampler, "last_ids": type(runner.last_ids)}
+        engine.runner = Runner(engine.model, engine.view, *sizes, observers=[LastHidden()], **options)
     texts: dict[float | None, list[dict[str, torch.Tensor]]] = {fraction: [] for fraction in fractions}
     seconds: dict[float | None, list[float]] = {fraction: [] for fraction in fractions}
     for last in range(0, 16, 4):

@@ -346,8 +346,8 @@ def test_a_step_that_is_broken_off_loses_no_output(
         pytest.skip("an error in a forward fails its own requests")
     requests: Requests = [([7 + n] * 4, GREEDY | {"max_new_tokens": 1 + 2 * (n % 3)}) for n in range(6)]
     expected = [tokens(answer) for answer in serve(make(folder), requests)]
-    cases: list[tuple[int, int, Callable[[int], bool]]] = [(6, 4, lambda number: number % 3 == 1)]
-    cases += [(1, 1, lambda number: number == 0)]
+    cases: tuple[tuple[int, int, Callable[[int], bool]], ...]
+    cases = (6, 4, lambda number: number % 3 == 1), (1, 1, lambda number: number == 0)
     for num_requests, least_broken_off, is_broken in cases:
         engine = make(folder, max_batch_size=4)
         owner, name = {

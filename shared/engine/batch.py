@@ -86,8 +86,8 @@ class Batch:
         else:
             ids = np.zeros(len(positions), np.int64)
             is_known = positions < known.repeat(num_new)
-            parts = [request.id_array(start, start + count) for request, start, count, *_ in schedule]
-            ids[is_known] = np.concatenate(parts)
+            packed = [request.packed_ids(start, start + count) for request, start, count, *_ in schedule]
+            ids[is_known] = np.frombuffer(b"".join(packed), np.int64)
         pending = end_rows[ends > known] - 1
         ids[pending] = 0
         # end exercise

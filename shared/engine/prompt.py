@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.errors import ContextLengthError, QueueFullError, RequestError
 
@@ -18,14 +17,14 @@ class CheckedIds(list[int]):
     """Ids that ``check_prompt`` found valid for a vocabulary of this size. They must not be changed, so one check is
     enough."""
 
-    array: NDArray[np.int64]  # [n], the same ids; read-only
+    packed: bytes  # by `packed`
     vocab_size: int
 
 
-def array_of(ids: Sequence[int]) -> NDArray[np.int64]:
-    """The ids as a read-only array ``[n]``, in a third of the time of ``np.array``. Raises struct.error for an id
-    beyond 64 bits."""
-    return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
+def packed(ids: Sequence[int]) -> bytes:
+    """The ids as int64, in a third of the time that ``np.array`` takes. Raises struct.error for an id beyond 64
+    bits."""
+    return struct.pack(f"{len(ids)}q", *ids)
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -> CheckedIds:
@@ -39,8 +38,9 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_seq_len: int) -
     ids = CheckedIds(prompt_ids)
     if all(issubclass(each, int) and each is not bool for each in set(map(type, ids))):  # no Python loop over the ids
         with suppress(struct.error):
-            ids.array, ids.vocab_size = array_of(ids), vocab_size
-            if ids.array.min() >= 0 and ids.array.max() < vocab_size:
+            ids.packed, ids.vocab_size = packed(ids), vocab_size
+            array = np.frombuffer(ids.packed, np.int64)
+            if array.min() >= 0 and array.max() < vocab_size:
                 return ids
     wrong = next(
         token_id

@@ -71,7 +71,7 @@ class Runner:
         last_ids: makes the table of ids that only the device knows, from the maximum numbers of sequences and of ids
             per sequence.
         ranks: the ranks that compute each batch.
-        observers: not with several ranks: raises ConfigError.
+        observers: fixed, since captured steps depend on them. Not with several ranks: raises ConfigError.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Runner:
         self.executor = executor(model, view, self.last_ids, None if observers else most_logit_rows)
         self.sampler.recorder = self.executor.recorder
         self.ranks = ranks or Ranks()
-        self.observers = observers
+        self.observers = tuple(observers)
         self.num_tokens_computed = 0
         self.num_forwards = 0
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
-LONGEST_PROMPT = 1024  # for a single request; longer prompts use the same kernels
+LONGEST_PROMPT = 4096  # for a single request; longer prompts use the same kernels
 FIRST_PROMPT, MORE_TOKENS = 24, 7  # for a full batch: each prompt is longer than the one before
 
 

@@ -11,6 +11,7 @@ from phases.phase_12.engine import Engine as Structured
 from shared.engine.config import EngineConfig
 from shared.engine.warm_up import rounds, warm_up
 from shared.grammar.grammar import Grammar
+from shared.kernels.attention.planned_tiling import LEAST_SPECIALIZED
 from shared.sampling.params import SamplingParams
 
 
@@ -20,6 +21,11 @@ def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> 
     assert [new for _, new in batch] == list(range(2, 18))
     assert rounds(16, 1280, is_gpu=True, capacity_tokens=16 * 1280)[-1] == batch
     assert [request for (request,) in rounds(3, 64, is_gpu=True)[:-1]] == [(1 << n, 2) for n in range(6)]
+
+
+def test_the_longest_prompt_uses_every_kernel_of_prompts() -> None:
+    (*_, [(longest, _)], _) = rounds(16, 1 << 15, is_gpu=True)
+    assert longest >= max(LEAST_SPECIALIZED.values())
 
 
 def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:

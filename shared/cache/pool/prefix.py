@@ -223,7 +223,8 @@ class PrefixSharing(PoolExtension):
         num_tokens = request.num_tokens // self.block_size * self.block_size
         packed = self.packed_ids.get(request, b"")
         if len(packed) != num_tokens * ID_BYTES:
-            packed += request.id_array(len(packed) // ID_BYTES, num_tokens).astype(np.int32).tobytes()
+            added = request.packed_ids(len(packed) // ID_BYTES, num_tokens)
+            packed += np.frombuffer(added, np.int64).astype(np.int32).tobytes()
             self.packed_ids[request] = packed
         return packed
 

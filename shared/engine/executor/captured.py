@@ -1,11 +1,11 @@
 """Computes batches by replaying captured steps. Introduced in phase 9.
 
-A decode step is one graph, from the ids to the logits. A mixed step's graph ends with the hidden states of the tokens
-that may be sampled from, as many as the bucket's sequences can have: how many there are differs from step to step, so
-separate launches compute the logits.
+A decode step is one graph, from the ids to the logits. A mixed step's graph ends with hidden states, those of all
+tokens or of as many as its bucket's sequences may sample from: how many do differs from step to step, so separate
+launches compute the logits.
 
 Invariants: a step whose bucket was not captured runs eagerly, with the same launches; captured launches depend on the
-batch only through the view's buffers.
+batch only through the view's buffers. A scored prompt whose graph has not all hidden states runs eagerly too.
 """
 
 import functools
@@ -51,7 +51,7 @@ class Captured:
 
     Args:
         view: a :class:`BucketedView`.
-        most_rows: as :class:`shared.engine.executor.eager.Eager`.
+        most_logit_rows: as :class:`shared.engine.executor.eager.Eager`.
         capture: records a step; None: as a CUDA graph.
     """
 
@@ -60,13 +60,13 @@ class Captured:
         model: CausalLM,
         view: BatchView,
         last_ids: Ids,
-        most_rows: int | None = None,
+        most_logit_rows: int | None = None,
         *,
         capture: Capture | None = None,
     ) -> None:
         self.model, self.view, self.last_ids = model, cast(BucketedView, view), last_ids
-        self.most_rows = most_rows
-        self.eager = Eager(model, view, last_ids, most_rows)  # for steps that are larger than all buckets
+        self.most_logit_rows = most_logit_rows
+        self.eager = Eager(model, view, last_ids, most_logit_rows)  # for steps that are larger than all buckets
         self.num_replays = 0
         self.recorder: Recorder = launch_draw
         self.graphs: dict[Bucket, CapturedStep] = {}
@@ -105,9 +105,9 @@ class Captured:
         return hidden, self.model.logits(hidden[:n]) if n else no_logits(self.model)
 
     def num_rows(self, bucket: Bucket) -> int | None:
-        """The hidden states that a mixed bucket's graph ends with; None: those of all tokens, where the tokens that may
-        be sampled from are more than half."""
-        num_rows = None if self.most_rows is None else self.most_rows * bucket.num_sequences
+        """How many hidden states a mixed bucket's graph ends with. None: those of all tokens, since all are read, or
+        since more than half of the tokens may be sampled from."""
+        num_rows = None if self.most_logit_rows is None else self.most_logit_rows * bucket.num_sequences
         return None if num_rows is None or bucket.is_decode or 2 * num_rows > bucket.num_tokens else num_rows
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:

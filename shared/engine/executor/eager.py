@@ -42,8 +42,8 @@ class Executor(Protocol):
     num_replays: int
 
     def __call__(self, batch: Batch, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``. If the executor has ``most_rows`` and the batch no
-        prompt rows, the hidden states may be those of fewer tokens, and must not be read."""
+        """Hidden states ``[T, H]`` or more, and logits ``[n, V]``. Unless the executor was made for all hidden states,
+        or the batch has prompt rows, they may be those of fewer tokens, and must not be read."""
         ...
 
     def repeat(self, num_sequences: int) -> torch.Tensor | None:
@@ -62,14 +62,14 @@ class Eager:
     """Launches each operation of a step.
 
     Args:
-        most_rows: maximum number of tokens of a sequence that are sampled from, if nothing else reads hidden states but
-            scored prompts; None: all hidden states are read.
+        most_logit_rows: maximum logit rows of a sequence, if nothing but them and scored prompts reads hidden states;
+            None: all hidden states are read.
     """
 
     num_replays = 0
 
-    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids, most_rows: int | None = None) -> None:
-        self.model, self.view, self.last_ids, self.most_rows = model, view, last_ids, most_rows
+    def __init__(self, model: CausalLM, view: BatchView, last_ids: Ids, most_logit_rows: int | None = None) -> None:
+        self.model, self.view, self.last_ids, self.most_logit_rows = model, view, last_ids, most_logit_rows
         self.recorder: Recorder = launch_draw
         self.first_row = torch.zeros(1, dtype=torch.int64, device=model.device)
 
@@ -77,7 +77,7 @@ class Eager:
         """See :class:`Executor`."""
         self.last_ids.fill(batch, inputs.tokens.ids)
         n = len(batch.logit_rows)
-        if self.most_rows is None or batch.prompt_rows is not None or n == batch.num_tokens:
+        if self.most_logit_rows is None or batch.prompt_rows is not None or n == batch.num_tokens:
             hidden = self.model(inputs.tokens, self.view)
             return hidden, logits_of(self.model, batch, inputs, hidden)
         hidden = self.model(inputs.tokens, self.view, inputs.logit_rows[:n] if n else self.first_row)

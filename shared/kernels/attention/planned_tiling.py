@@ -115,7 +115,7 @@ SPECIALIZED_TILINGS = {  # of :mod:`shared.kernels.attention.specialized_prefill
     256: CopiedTiling(64, 4, 2, is_specialized=True),
 }
 LEAST_SPECIALIZED = {64: 3072}
-"""Minimum new tokens of a step for these, by head size; in smaller steps Triton's kernel is faster."""
+"""Minimum new tokens of a step for specialized warps, by head size; in smaller steps Triton's kernel is faster."""
 
 
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
