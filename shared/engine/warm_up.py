@@ -77,10 +77,10 @@ def rounds(
 ) -> list[list[tuple[int, int]]]:
     """(prompt tokens, new tokens) of the requests of each round.
 
-    On a GPU single prompts of power-of-two lengths, then a full batch that shrinks by one request a step. The prompts
-    of the full batch take at most half of ``capacity_tokens``; None: no limit.
+    On a GPU single prompts of power-of-two lengths, then a full batch that shrinks by one request a step. A single
+    prompt takes at most half of ``capacity_tokens``, and so do those of the full batch together; None: no limit.
     """
-    longest = most_new = max(1, max_seq_len // 2)
+    longest = most_new = max(1, min(max_seq_len, capacity_tokens or max_seq_len) // 2)
     if not is_gpu:
         return [[(min(8, longest), min(2, most_new))]]
     alone = [(1 << n, min(2, most_new)) for n in range(LONGEST_PROMPT.bit_length()) if 1 << n <= longest]

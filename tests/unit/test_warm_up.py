@@ -33,6 +33,8 @@ def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:
     assert sum(prompt for prompt, _ in batch) <= 81_920 / 2
     running = [sum(prompt + step for prompt, new in batch if new > step) for step in range(240)]
     assert max(running) <= 81_920, "no request is preempted"
+    *alone, _ = rounds(2, 8192, is_gpu=True, capacity_tokens=3000)
+    assert [prompt for ((prompt, _),) in alone] == [1 << n for n in range(11)]
 
 
 def test_on_a_cpu_one_short_answer_will_do() -> None:
