@@ -3,7 +3,8 @@
 Introduced in phase 7. The model has random weights of a real shape, made in memory. A prompt's floor is its operations
 (two for each weight and token, and those of causal attention) over the rate of matrix products of the same run, even
 for 8-bit weights. Attention of one layer is also timed by itself, and so is FlashAttention 3 if vLLM's package of it
-can be imported. Invariant: no prompt was cached earlier.
+can be imported. Gate and up of one layer with their activation are timed too, and the same as two launches. Invariant:
+no prompt was cached earlier.
 
     python -m benchmarks.prompts --shape qwen3-8b --quantization fp8 --lengths 2048 8192 --out benchmarks/reports
 """
@@ -13,11 +14,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks.command import run
 from benchmarks.decoding import Decoding, decoding, first_token
@@ -39,12 +42,16 @@ from shared.kernels.attention.planned_prefill import planned_prefill
 from shared.kernels.attention.planned_tiling import can_copy, can_specialize, prefill_tiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.attention.prompt_keys import PromptKeys
+from shared.kernels.products.gemv import ACTIVATIONS, linear
 from shared.lessons import find_lesson
 from shared.loading.config_json import read_config
 from shared.models.config import ModelConfig
+from shared.ops.gated import GATED_ACTIVATIONS
 
 TRIALS, BLOCK_SIZE, STEPS = 3, 16, 20
 MOST_NEW = 512  # tokens decoded while all requests of a batch start
+GATED_ROWS, TINY_GATED_ROWS = (512, 2048, 8192), (64,)
+NUM_WEIGHTS = 4  # so many that the cache holds none of them until its next turn
 ATTENTION = {"one of 8,192": (1, 8192), "one of 32,768": (1, 32768), "four of 2,048": (4, 2048)}
 TINY_ATTENTION = {"two of 32": (2, 32)}
 
@@ -80,6 +87,10 @@ def measure(
             results["attention"] = {
                 name: attention_row(model, *prompts, rate, device)
                 for name, prompts in (ATTENTION if device == "cuda" else TINY_ATTENTION).items()
+            }
+            results["gated"] = {
+                f"{rows:,}": gated_row(model, rows, rate, device)
+                for rows in (GATED_ROWS if device == "cuda" else TINY_GATED_ROWS)
             }
         prompts = SyntheticPrompts(model.vocab_size, 0)
         fitting = [length for length in lengths if length < model.max_position_embeddings]
@@ -233,6 +244,27 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
     return row
 
 
+def gated_row(model: ModelConfig, rows: int, rate: float, device: str) -> dict[str, Any]:
+    """TFLOP/s of gate and up of ``rows`` tokens in one layer with their activation, as a step computes them, and by
+    PyTorch's product and a launch for the activation."""
+    where = device_of(device)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    columns, depth = model.intermediate_size, model.hidden_size
+    activation = GATED_ACTIVATIONS[model.hidden_act]
+    x = torch.randn(rows, depth, dtype=dtype, device=where)
+    weights = [torch.randn(2 * columns, depth, dtype=dtype, device=where) / depth**0.5 for _ in range(NUM_WEIGHTS)]
+
+    def in_two(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[activation][1](*F.linear(x, weight).chunk(2, dim=-1))
+
+    flops, inputs = 4 * rows * columns * depth, [(x, weight) for weight in weights]
+    ours, two = (
+        rounded(flops / time_calls(call, inputs) / 1e12) for call in (partial(linear, activation=activation), in_two)
+    )
+    figures = {"tflop_per_second": ours, "of_products": rounded(1e12 * ours / rate)}
+    return figures | {"in_two_launches": two, "over_two_launches": rounded(ours / two)}
+
+
 def flash_attention() -> Any:
     """FlashAttention 3 from vLLM's package; None if there is none."""
     try:
@@ -247,6 +279,7 @@ def view(report: Report) -> View:
     results, flags = report.results, report.flags
     headings = {
         "attention": ("Attention of one layer, the copy of its keys included", "prompts"),
+        "gated": ("Gate and up of one layer with their activation", "tokens"),
         "first_token": ("First token of one prompt", "tokens"),
         "decoding": (f"A decode step at {flags['context']} tokens of context", "sequences"),
         "beside": (f"{flags['beside']} decoding requests beside prompts of {flags['long']:,}", "chunk"),

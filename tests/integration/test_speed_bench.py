@@ -337,6 +337,8 @@ def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_p
     work = DecodeWork(parse_config(SHAPES["tiny-llama"], "tiny-llama"), torch.float32)
     floor = work.prompt_flops(8) / CEILINGS.matmul_flops_per_second
     assert results["first_token"]["8"]["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
+    gated = results["gated"]["64"]
+    assert gated["over_two_launches"] == pytest.approx(gated["tflop_per_second"] / gated["in_two_launches"], rel=1e-3)
     paths = write_report(report, tmp_path, view=prompts.view(report))
     assert "16" in paths[1].read_text(encoding="utf-8")
 

@@ -8,9 +8,8 @@ half of a tile's rows: while a group computes the weights of a tile, the tensor 
 before with its values, or work for the other group. A program computes one item after the other, so the next item's
 loads begin while the current one ends.
 
-It is written in Gluon, the language below Triton's, in which layouts, barriers and asynchronous products are explicit.
-Triton's interpreter does not run Gluon, and its names change between versions, so Triton's kernel stays for everything
-else.
+It is written in Gluon (:mod:`shared.kernels.gluon`), which neither the interpreter nor every version of Triton runs, so
+Triton's kernel stays for everything else.
 
 A buffer has two barriers. A load that has arrived completes a phase of ``full``; both groups that have read the buffer
 complete a phase of ``empty``. The n-th use of a buffer waits for the n-th phase, of which a barrier keeps the parity.
@@ -28,6 +27,10 @@ from shared.kernels.attention.planned_tiling import CopiedTiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.attention.prompt_keys import PromptKeys
 from shared.kernels.gluon import (
+    COMPUTING,
+    LOADING,
+    REGISTERS,
+    barriers,
     descriptor,
     fence_async_shared,
     gl,
@@ -41,10 +44,6 @@ from shared.kernels.launch import launch, launch_dependents, num_multiprocessors
 
 ROWS = gl.constexpr(64)
 """Rows of queries per group: the fewest that four warps multiply together on Hopper."""
-REGISTERS = 168
-"""Registers per thread at launch: those of a multiprocessor, divided among 12 warps. Two groups of four attend, and
-four are allotted to the one that loads, which then releases most of its registers to the others."""
-ATTENDING, LOADING = gl.constexpr(240), gl.constexpr(24)
 
 
 class Shape(NamedTuple):
@@ -274,15 +273,6 @@ def attend(HALF: gl.constexpr, plan, rounds, buffers, outputs, scale, SHAPE: gl.
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which completes a phase after ARRIVALS arrivals."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(made.index(n), count=ARRIVALS)
-    return made
-
-
-@gluon.jit
 def specialized_prefill_kernel(
     out, q_tiles, copied_tiles, num_copied, first_rows, lengths, num_items, split_size, requests, query_tiles, kv_tiles,
     query_indptr, output_indptr, partial, partial_log, scale, window, SHAPE: gl.constexpr, PDL: gl.constexpr,
@@ -310,7 +300,7 @@ def specialized_prefill_kernel(
             (load_tiles, (q_tiles, copied_tiles, num_copied, plan, rounds, buffers, SHAPE)),
         ],
         [4, 1],
-        [ATTENDING, LOADING],
+        [COMPUTING, LOADING],
     )
 
 

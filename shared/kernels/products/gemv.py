@@ -12,7 +12,8 @@ multiplies them by one row of x at a time. Every program recomputes the prologue
 in the cache. In :func:`skinny_kernel` a program loads more rows of W, in tiles that the tensor cores multiply by all
 rows of x together: beyond a few rows, multiplying takes longer than reading. If W has few, long rows, several programs
 share their columns. Then the norm is a separate launch: repeated in every program, the norm of several rows would take
-longer. Above ``MAX_ROWS`` PyTorch computes the product, with separate kernels before and after it.
+longer. Above ``MAX_ROWS`` PyTorch computes the product, with separate kernels before and after it; on Hopper, gate and
+up with their activation have a kernel of their own (:mod:`shared.kernels.products.gated_gemm`).
 
 Both kernels request weights before they wait for the kernel that writes x (:mod:`shared.kernels.launch`), so that
 memory is not idle between two products. The first loads a tile of W into registers; the second requests its first tiles
@@ -37,7 +38,7 @@ from shared.kernels.launch import (
     triton,
     wait_for_previous,
 )
-from shared.kernels.products import gated
+from shared.kernels.products import gated, gated_gemm
 from shared.kernels.products.rmsnorm import Norm, rms_norm
 from shared.kernels.products.tiling import MAX_FP32_ROWS, MAX_ROWS, Tiling, dot_rows, tiling
 from shared.ops import gated as gated_ops
@@ -241,9 +242,12 @@ def linear(
             x = rms_norm(x, norm.weight, norm.eps, norm.offset)
         if residual is not None and bias is None and activation is None and launches(x):
             return residual.addmm_(x, weight.t())  # one launch instead of two for product and addition
-        y = F.linear(x, weight, bias)
-        if gate_and_up is not None:
-            y = gate_and_up(y[:, :N], y[:, N:])
+        if name is not None and bias is None and gated_gemm.is_for(x, weight):
+            y = gated_gemm.gated_gemm(x, weight, name)
+        else:
+            y = F.linear(x, weight, bias)
+            if gate_and_up is not None:
+                y = gate_and_up(y[:, :N], y[:, N:])
         return y if residual is None else y.add_(residual)
     if weight.shape[1] != K or not weight.is_contiguous():
         raise ValueError(f"the weight must be contiguous [N, {K}]; its shape is {weight.shape}, {weight.stride()}")

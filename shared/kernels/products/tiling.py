@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shared.kernels.launch import next_power_of_two
 
-MAX_ROWS = 64  # of x; PyTorch computes larger products
+MAX_ROWS = 64  # of x in the kernels of few rows
 MAX_FP32_ROWS = 16  # rows of x in fp32, which is multiplied without tensor cores
 DOT_ROWS = 16  # the fewest rows of x that tensor cores multiply; fewer are padded
 FEW_PROGRAMS = 32  # of a product on tensor cores that leaves most of the memory bandwidth unused

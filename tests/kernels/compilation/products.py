@@ -34,6 +34,16 @@ def compile_products():
             low_rank.add_low_rank(y, b, gate, 2.0, None, activation)
 
 
+def compile_gated_gemm():
+    from shared.kernels.products import gated_gemm
+
+    compiling(gated_gemm)
+    gated_gemm.num_multiprocessors = lambda device: 132
+    for dtype, activation in ((torch.bfloat16, "silu"), (torch.float16, "gelu_tanh")):
+        x, weight = torch.zeros(512, 2048, dtype=dtype), torch.zeros(4096, 2048, dtype=dtype)
+        gated_gemm.gated_gemm(x, weight, activation)
+
+
 def compile_quantized_products():
     from shared.kernels.products import (
         fp8_rows,
