@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from benchmarks.random_weights import make_weights_when_read, random_model
 from benchmarks.report import Report, describe_model, engine_settings, rounded
 from benchmarks.roofline import DecodeWork, weight_bytes
 from benchmarks.setup import free_memory, freeze_memory
-from benchmarks.timing import SyntheticPrompts, time_calls
+from benchmarks.timing import SyntheticPrompts, cache_bytes, num_input_sets, time_calls
 from benchmarks.view import View, percent, table_of
 from shared.attention.descriptor import DevicePlan
 from shared.attention.plan import plan_prefill
@@ -42,6 +41,8 @@ from shared.kernels.attention.planned_prefill import planned_prefill
 from shared.kernels.attention.planned_tiling import can_copy, can_specialize, prefill_tiling
 from shared.kernels.attention.planned_workspace import PlannedWorkspace
 from shared.kernels.attention.prompt_keys import PromptKeys
+from shared.kernels.launch import launches
+from shared.kernels.products import gated_gemm
 from shared.kernels.products.gemv import ACTIVATIONS, linear
 from shared.lessons import find_lesson
 from shared.loading.config_json import read_config
@@ -51,7 +52,6 @@ from shared.ops.gated import GATED_ACTIVATIONS
 TRIALS, BLOCK_SIZE, STEPS = 3, 16, 20
 MOST_NEW = 512  # tokens decoded while all requests of a batch start
 GATED_ROWS, TINY_GATED_ROWS = (512, 2048, 8192), (64,)
-NUM_WEIGHTS = 4  # so many that the cache holds none of them until its next turn
 ATTENTION = {"one of 8,192": (1, 8192), "one of 32,768": (1, 32768), "four of 2,048": (4, 2048)}
 TINY_ATTENTION = {"two of 32": (2, 32)}
 
@@ -246,23 +246,25 @@ def attention_row(model: ModelConfig, count: int, length: int, rate: float, devi
 
 def gated_row(model: ModelConfig, rows: int, rate: float, device: str) -> dict[str, Any]:
     """TFLOP/s of gate and up of ``rows`` tokens in one layer with their activation, as a step computes them, and by
-    PyTorch's product and a launch for the activation."""
+    PyTorch's product and a launch for the activation. ``launches``: those of a step; on a CPU none is counted."""
     where = device_of(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     columns, depth = model.intermediate_size, model.hidden_size
     activation = GATED_ACTIVATIONS[model.hidden_act]
     x = torch.randn(rows, depth, dtype=dtype, device=where)
-    weights = [torch.randn(2 * columns, depth, dtype=dtype, device=where) / depth**0.5 for _ in range(NUM_WEIGHTS)]
+    num_sets = num_input_sets(2 * columns * depth * dtype.itemsize, cache_bytes(where))
+    inputs = [(x, torch.randn(2 * columns, depth, dtype=dtype, device=where) / depth**0.5) for _ in range(num_sets)]
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear(x, weight, activation=activation)
 
     def in_two(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return ACTIVATIONS[activation][1](*F.linear(x, weight).chunk(2, dim=-1))
 
-    flops, inputs = 4 * rows * columns * depth, [(x, weight) for weight in weights]
-    ours, two = (
-        rounded(flops / time_calls(call, inputs) / 1e12) for call in (partial(linear, activation=activation), in_two)
-    )
-    figures = {"tflop_per_second": ours, "of_products": rounded(1e12 * ours / rate)}
-    return figures | {"in_two_launches": two, "over_two_launches": rounded(ours / two)}
+    one, two = (rounded(4 * rows * columns * depth / time_calls(call, inputs) / 1e12) for call in (ours, in_two))
+    figures = {"tflop_per_second": one, "of_products": rounded(1e12 * one / rate)}
+    figures |= {"in_two_launches": two, "over_two_launches": rounded(one / two)}
+    return figures | {"launches": 1 if gated_gemm.is_for(*inputs[0]) else 2 * launches(x)}
 
 
 def flash_attention() -> Any:

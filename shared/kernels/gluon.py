@@ -2,9 +2,9 @@
 in phase 3.1.
 
 Gluon is the language below Triton's, in which layouts, barriers and asynchronous operations are explicit. It comes with
-Triton as an experiment whose names change between versions, so its kernels run only with the versions named here.
-Triton's interpreter does not run them.
-Invariant: a file that imports from here can be imported everywhere; :data:`HAS_GLUON` says whether its kernels run.
+Triton as an experiment whose names change between versions, so its kernels run only with the versions named here, and
+never in Triton's interpreter. Invariant: a file that imports from here can be imported everywhere; :data:`HAS_GLUON`
+says whether its kernels run.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shared.kernels.launch import DESCRIPTORS
+from shared.kernels.launch import DESCRIPTORS, INTERPRETED
 
 try:
     import triton
@@ -29,7 +29,7 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    HAS_GLUON = triton.__version__.startswith("3.6.")
+    HAS_GLUON = not INTERPRETED and triton.__version__.startswith("3.6.")
     DESCRIPTORS.add(GluonDescriptor)
 except ImportError:
     HAS_GLUON = False

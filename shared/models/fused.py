@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from shared.kernels.launch import check_head_size, check_launchable
-from shared.kernels.products import gemv
+from shared.kernels.products import gated_gemm, gemv
 from shared.kernels.products.rmsnorm import add_rms_norm, rms_norm
 from shared.models.causal_lm import CausalLM
+from shared.models.mlp import GatedMLP
 from shared.models.norm import RMSNorm
 from shared.models.parts import MergedGroup, find_at_once, merged_biases, replace_parts
 from shared.models.projection import Projection, ProjectionGroup
@@ -127,4 +128,16 @@ def fuse(model: CausalLM) -> CausalLM:
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # the freed pieces are too small for the merge of the next layer
     model.head = fused([model.head])
+    compile_for_prompts(model)
     return model
+
+
+def compile_for_prompts(model: CausalLM) -> None:
+    """Compile the kernel that only prompts of some lengths take, so that no request waits for it. It is the same for
+    all layers."""
+    for mlp in model.modules():
+        if isinstance(mlp, GatedMLP) and isinstance(mlp.gate_up, MergedGroup):
+            weight = getattr(mlp.gate_up.matrix, "weight", None)
+            if isinstance(weight, torch.Tensor) and gated_gemm.can_compute(weight[:1], weight):
+                gated_gemm.gated_gemm(weight[:1], weight, gemv.ACTIVATIONS[mlp.gated][0])
+                return

@@ -339,8 +339,12 @@ def test_prompts_of_every_length_and_batch_are_measured_beside_their_floor(tmp_p
     assert results["first_token"]["8"]["floor_ms"] == pytest.approx(1e3 * floor, rel=1e-3)
     gated = results["gated"]["64"]
     assert gated["over_two_launches"] == pytest.approx(gated["tflop_per_second"] / gated["in_two_launches"], rel=1e-3)
-    paths = write_report(report, tmp_path, view=prompts.view(report))
-    assert "16" in paths[1].read_text(encoding="utf-8")
+    assert gated["of_products"] == pytest.approx(
+        1e12 * gated["tflop_per_second"] / CEILINGS.matmul_flops_per_second, rel=1e-3
+    )
+    page = write_report(report, tmp_path, view=prompts.view(report))[1].read_text(encoding="utf-8")
+    assert "| 16 |" in page.split("First token")[1]
+    assert "| 64 |" in page.split("Gate and up of one layer")[1].split("First token")[0]
 
 
 @pytest.mark.gpu

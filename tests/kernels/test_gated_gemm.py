@@ -1,23 +1,34 @@
 """Gate and up of many rows with their activation in one launch, on Hopper, against fp64; and for which shapes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from shared.checkpoints.make import make_checkpoint
 from shared.kernels.gluon import HAS_GLUON
-from shared.kernels.launch import INTERPRETED, generation
+from shared.kernels.launch import GENERATIONS, generation
 from shared.kernels.products import gated_gemm
 from shared.kernels.products.gated import gated_kernel
 from shared.kernels.products.gemv import ACTIVATIONS, linear
 from shared.kernels.products.rmsnorm import rms_norm_kernel
+from shared.loading.loader import load_model
+from shared.models.fused import fuse
 from shared.ops.gated import geglu, swiglu
 from tests.comparison import assert_equal
 from tests.kernels.conftest import DEVICE
 from tests.kernels.products import assert_product, norm_of, normed, share_of_terms
 
 on_hopper = pytest.mark.skipif(
-    INTERPRETED or not HAS_GLUON or not generation(DEVICE).has_warpgroups, reason="Hopper's tensor cores only"
+    not HAS_GLUON or not generation(DEVICE).has_warpgroups, reason="Hopper's tensor cores only"
 )
 SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``programs(n)``: the kernel runs on n multiprocessors, whatever the GPU has."""
+    return lambda count: monkeypatch.setattr(gated_gemm, "num_multiprocessors", lambda device: count)
 
 
 @pytest.mark.gpu
@@ -25,17 +36,19 @@ SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16],
 @SIXTEEN_BITS
 @pytest.mark.parametrize("activation", [swiglu, geglu])
 @pytest.mark.parametrize(
-    ("rows", "N", "K"),
+    ("rows", "N", "K", "count"),
     [
-        (128, 128, 64),  # one tile, one buffer
-        (256, 384, 320),  # whole tiles, more buffers than there are
-        (70, 104, 72),  # parts of tiles
-        (129, 136, 200),
-        (1, 8, 8),
-        (2500, 1000, 136),  # more tiles than a GPU has multiprocessors, in two groups of rows, the last one smaller
+        (128, 128, 64, 4),  # one tile, one buffer
+        (256, 384, 320, 4),  # whole tiles, more buffers than there are, two tiles a program at most
+        (70, 104, 72, 4),  # parts of tiles
+        (129, 136, 200, 4),
+        (1, 8, 8, 4),
+        (700, 520, 1096, 8),  # four tiles a program, 18 buffers each, the last one in part
+        (2500, 1000, 136, 100),  # two groups of tiles of rows, the last one smaller
     ],
 )
-def test_every_tile(rows, N, K, activation, dtype, randn, assert_near):
+def test_every_tile(rows, N, K, count, activation, dtype, randn, assert_near, programs):
+    programs(count)
     x, weight = randn(rows, K, dtype=dtype), randn(2 * N, K, dtype=dtype, scale=0.2)
     out = gated_gemm.gated_gemm(x, weight, ACTIVATIONS[activation][0])
     w = weight.double()
@@ -45,7 +58,8 @@ def test_every_tile(rows, N, K, activation, dtype, randn, assert_near):
 @pytest.mark.gpu
 @on_hopper
 @SIXTEEN_BITS
-def test_a_product_that_keeps_the_gpu_busy_takes_one_launch(dtype, randn, assert_near, num_launches):
+def test_a_product_that_keeps_the_gpu_busy_takes_one_launch(dtype, randn, assert_near, num_launches, programs):
+    programs(128)
     x, weight, norm = randn(2048, 96, dtype=dtype), randn(4096, 96, dtype=dtype, scale=0.2), norm_of(randn(96), 0.0)
     norm.weight.data = norm.weight.data.to(dtype)
     residual, w = randn(2048, 2048, dtype=dtype), weight.double()
@@ -62,21 +76,12 @@ def test_a_product_that_keeps_the_gpu_busy_takes_one_launch(dtype, randn, assert
 
 @pytest.mark.gpu
 @on_hopper
-def test_what_it_is_not_for_is_computed_in_two_launches(randn, num_launches):
+def test_a_bias_is_added_by_pytorch(randn, num_launches, programs):
+    programs(128)
     x, weight = randn(2048, 96, dtype=torch.float16), randn(4096, 96, dtype=torch.float16, scale=0.2)
-    bias = randn(4096, dtype=torch.float16)
-    strided = randn(2048, 192, dtype=torch.float16)[:, 48:144]
-    for arguments in (
-        (x, weight, bias),
-        (x.float(), weight.float()),
-        (x[:100], weight),  # one tile of rows
-        (strided, weight),
-        (x[:, :90].contiguous(), weight[:, :90].contiguous()),  # rows that do not begin at multiples of 16 bytes
-        (x, weight[:4090]),
-        (x.flatten()[1 : 1 + 2000 * 96].view(2000, 96), weight),
-    ):
-        linear(*arguments, activation=swiglu)
-    assert_equal((num_launches(gated_kernel), num_launches(gated_gemm.gated_gemm_kernel)), (7, 0), "launches")
+    linear(x, weight, activation=swiglu)
+    linear(x, weight, randn(4096, dtype=torch.float16), activation=swiglu)
+    assert_equal((num_launches(gated_kernel), num_launches(gated_gemm.gated_gemm_kernel)), (1, 1), "launches")
 
 
 @pytest.mark.gpu
@@ -86,6 +91,57 @@ def test_a_row_is_the_same_in_any_company_of_many(randn, assert_same_rows):
     together = gated_gemm.gated_gemm(x, weight, "silu")
     for rows in (slice(0, 300), slice(77, 2000), slice(1024, 1025)):
         assert_same_rows(gated_gemm.gated_gemm(x[rows].contiguous(), weight, "silu"), together[rows])
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_a_fused_model_has_compiled_the_kernel(tmp_path, num_launches):
+    folder = make_checkpoint("tiny-llama", tmp_path / "model", device="cuda", dtype="bfloat16")
+    for dtype, count in ((torch.bfloat16, 1), (torch.float32, 1)):
+        fuse(load_model(folder, dtype=dtype, device="cuda"))
+        assert num_launches(gated_gemm.gated_gemm_kernel) == count
+
+
+class OnHopper(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_the_kernel_computes(dtype, monkeypatch):
+    monkeypatch.setattr(gated_gemm, "HAS_GLUON", True)
+    monkeypatch.setattr(gated_gemm, "generation", lambda device: GENERATIONS[9, 0])
+    monkeypatch.setattr(gated_gemm, "num_multiprocessors", lambda device: 4)
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype).as_subclass(OnHopper)
+
+    x, weight = zeros(256, 96), zeros(512, 96)
+    assert gated_gemm.is_for(x, weight)
+    assert gated_gemm.is_for(zeros(256, 104), zeros(512, 104)), "rows of a multiple of 16 bytes"
+    assert gated_gemm.is_for(x, zeros(496, 96)), "columns too"
+    for name, (a, b) in {
+        "fp32": (zeros(256, 96, dtype=torch.float32), zeros(512, 96, dtype=torch.float32)),
+        "two dtypes": (x, zeros(512, 96, dtype=torch.float32)),
+        "another number of columns": (x, zeros(512, 104)),
+        "columns apart": (zeros(256, 192)[:, ::2], weight),
+        "rows apart": (zeros(256, 192)[:, :96], weight),
+        "a strided weight": (x, zeros(512, 192)[:, :96]),
+        "rows of 180 bytes": (zeros(256, 90), zeros(512, 90)),
+        "results of 510 bytes": (x, zeros(510, 96)),
+        "an odd address": (zeros(256 * 96 + 1)[1:].view(256, 96), weight),
+        "an odd address of the weight": (x, zeros(512 * 96 + 1)[1:].view(512, 96)),
+        "no columns": (x, zeros(0, 96)),
+        "a tile of rows": (zeros(128, 96), weight),
+    }.items():
+        assert not gated_gemm.is_for(a, b), name
+    monkeypatch.setattr(gated_gemm, "generation", lambda device: GENERATIONS[10, 0])
+    assert not gated_gemm.is_for(x, weight), "Hopper alone"
+    monkeypatch.setattr(gated_gemm, "generation", lambda device: GENERATIONS[9, 0])
+    assert not gated_gemm.is_for(x.as_subclass(torch.Tensor), weight), "a CPU's tensor"
+    monkeypatch.setattr(gated_gemm, "HAS_GLUON", False)
+    assert not gated_gemm.is_for(x, weight)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +158,8 @@ def test_a_row_is_the_same_in_any_company_of_many(randn, assert_same_rows):
         (128, 129, 2, False),
         (128, 256, 2, True),
         (128, 256, 3, False),
+        (128, 0, 1, False),
+        (192, 128, 1, False),
     ],
 )
 def test_the_shapes_that_keep_all_programs_busy(rows, columns, programs, is_busy):

@@ -1,8 +1,9 @@
 """The gated activations SwiGLU and GeGLU in one launch. Introduced in phase 3.1.
 
-PyTorch needs two launches and a round trip through memory between them. For a few rows even this launch is unnecessary:
-the activation is the epilogue of the product that computes gate and up (``shared/kernels/products/gemv.py``), which
-calls :func:`gated_activation`. Invariant: gate and up are widened to fp32 and the product is rounded once.
+PyTorch needs two launches and a round trip through memory between them. For a few rows
+(:mod:`shared.kernels.products.gemv`), and on Hopper for many (:mod:`shared.kernels.products.gated_gemm`), even this
+launch is unnecessary: :func:`gated_activation` is the epilogue of the product that computes gate and up. Invariant:
+gate and up are widened to fp32 and the product is rounded once.
 """
 
 import torch

@@ -1,13 +1,13 @@
-"""The product of many rows that computes gate and up, with the gated activation as its epilogue, on Hopper. Introduced
-in phase 3.1.
+"""Gate and up of many rows, with their activation as the epilogue, on Hopper. Introduced in phase 3.1.
 
-cuBLAS writes gate and up of a prompt to memory, and the activation reads them back: 400 MB for 8,192 tokens of
-Qwen3-8B. Here a program computes the gate and up values of a tile of 128 rows and 128 columns, so their activation is
-applied in registers and only the result is written.
+cuBLAS writes gate and up of a prompt to memory, and the activation reads them back: each time 400 MB for 8,192 tokens
+of Qwen3-8B. Here a program computes the gate and up values of a tile of 128 rows and 128 columns, so their activation
+is applied in registers and only the result is written.
 
-The product itself has to be as fast as cuBLAS's, so three groups of warps have one task each (*warp specialization*).
-One loads tiles of x and W, several ahead. Two multiply, each half of the rows of x, and apply the activation. A program
-computes one tile of the result after the other, so the next one's loads begin while the current one ends.
+The product itself has to be as fast as cuBLAS's, so the warps have different tasks (*warp specialization*). One warp
+loads tiles of x and W, several ahead. Two groups of warps multiply half of the rows of x each, and apply the
+activation. A program computes one tile of the result after the other, so the next one's loads begin while the current
+one ends.
 
 It is written in Gluon (:mod:`shared.kernels.gluon`), which neither the interpreter nor every version of Triton runs.
 Everything else takes PyTorch's product and the activation's own kernel.
@@ -18,6 +18,7 @@ complete a phase of ``empty``. The n-th use of a buffer waits for the n-th phase
 Invariants: sums are fp32, and nothing is rounded before the result; a tile depends on its own rows and columns alone.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ as many products as the registers can hold."""
 DEPTH = gl.constexpr(64)  # columns of x and W in a buffer
 STAGES = gl.constexpr(4)  # buffers, as many as fit beside the result
 GROUP = gl.constexpr(16)
-"""Tiles of rows that share the columns of W they read: programs that run at the same time read x and W from the L2
-cache."""
+"""Tiles of rows that are computed with one tile of columns before the next one. So programs that run at the same time
+need the same rows of x and W, and most of them find these in the L2 cache."""
 LEAST_BUSY = 0.9
 """Minimum share of what whole rounds of all programs could compute. Below it PyTorch, which selects its tiles by shape,
 is faster."""
@@ -65,6 +66,15 @@ class Buffers(NamedTuple):
     full: Any
     empty: Any
     results: Any  # one for each group that multiplies
+
+
+@gluon.jit
+def arrived(num_read, buffers, HALF: gl.constexpr):
+    """The buffer after ``num_read`` others, once it is full: its half of the rows of x, and W transposed."""
+    stage = num_read % STAGES
+    mbarrier.wait(buffers.full.index(stage), num_read // STAGES & 1)
+    x = buffers.x.index(stage).slice(HALF * (ROWS // 2), ROWS // 2)
+    return x, buffers.w.index(stage).permute((1, 0))
 
 
 @gluon.jit
@@ -108,37 +118,35 @@ def multiply(
     num_read = 0
     for number in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
         row_tile, column_tile = find_tile(number, num_row_tiles, num_column_tiles)
-        stage = num_read % STAGES
-        x, w = buffers.x.index(stage).slice(HALF * OWN, OWN), buffers.w.index(stage).permute((1, 0))
-        mbarrier.wait(buffers.full.index(stage), num_read // STAGES & 1)
+        x, w = arrived(num_read, buffers, HALF)
         sums = warpgroup_mma(x, w, warpgroup_mma_init(nothing), use_acc=False, is_async=True)
         for _ in range(DEPTH, K, DEPTH):
-            before = stage
-            num_read += 1
-            stage = num_read % STAGES
-            x, w = buffers.x.index(stage).slice(HALF * OWN, OWN), buffers.w.index(stage).permute((1, 0))
-            mbarrier.wait(buffers.full.index(stage), num_read // STAGES & 1)
+            x, w = arrived(num_read + 1, buffers, HALF)
             sums = warpgroup_mma(x, w, sums, is_async=True)
             sums = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=[sums]))
-            mbarrier.arrive(buffers.empty.index(before), count=1)
+            mbarrier.arrive(buffers.empty.index(num_read % STAGES), count=1)  # the product before this one has ended
+            num_read += 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=[sums])
-        mbarrier.arrive(buffers.empty.index(stage), count=1)
+        mbarrier.arrive(buffers.empty.index(num_read % STAGES), count=1)
         num_read += 1
 
         gate, up = gl.split(total.reshape([OWN, 2, COLUMNS]).permute([0, 2, 1]))  # a thread has both of a column
-        tma.store_wait(0)  # the buffer has been read
+        tma.store_wait(0)  # until the result before has been read from its buffer
         result.store(gated_activation(gate, up, ACTIVATION).to(result.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_tiles, [row_tile * ROWS + HALF * OWN, column_tile * COLUMNS], result)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_row_tiles"])
+@gluon.jit(do_not_specialize=["num_row_tiles", "num_column_tiles"])
 def gated_gemm_kernel(
     out, out_tiles, x_tiles, w_tiles, num_row_tiles, num_column_tiles, N, K, ACTIVATION: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """The grid has a program for each multiprocessor, or for each tile of the result if those are fewer."""
+    """The grid has a program for each multiprocessor, or for each tile of the result if those are fewer.
+
+    ``out``: the result; only its tiles are used, but a launch takes its device from a tensor.
+    """
     launch_dependents(PDL)
     dtype: gl.constexpr = x_tiles.dtype
     x = gl.allocate_shared_memory(dtype, [STAGES, ROWS, DEPTH], x_tiles.layout)
@@ -159,25 +167,34 @@ def gated_gemm_kernel(
 
 
 def is_for(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the GPU has what the kernel needs, rows begin at multiples of 16 bytes, as copies of tiles ask, and the
-    shapes keep its programs busy."""
-    if not (HAS_GLUON and x.is_cuda and generation(x.device).has_warpgroups and x.element_size() == 2):
+    """Whether :func:`gated_gemm` can compute this product, and is faster than a product and an activation: the shapes
+    have to keep its programs busy."""
+    return can_compute(x, weight) and keeps_busy(len(x), len(weight) // 2, num_multiprocessors(x.device))
+
+
+def can_compute(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the GPU has what the kernel needs, and rows begin at multiples of 16 bytes, as copies of tiles ask."""
+    if not (HAS_GLUON and x.is_cuda and generation(x.device).has_warpgroups):
         return False
-    (T, K), N = x.shape, len(weight) // 2
+    is_known = x.dtype == weight.dtype in (torch.bfloat16, torch.float16) and x.shape[1] == weight.shape[1]
     is_aligned = all(matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in (x, weight))
-    return is_aligned and K % 8 == N % 8 == 0 and keeps_busy(T, N, num_multiprocessors(x.device))
+    return is_known and is_aligned and x.shape[1] % 8 == 0 == len(weight) % 16
 
 
 def keeps_busy(num_rows: int, num_columns: int, num_programs: int) -> bool:
     """Whether a result of ``[num_rows, num_columns]`` fills the rounds that all programs need for its tiles."""
-    rows, columns = int(ROWS), int(COLUMNS)
-    num_tiles = -(-num_rows // rows) * -(-num_columns // columns)
-    rounds = -(-num_tiles // num_programs)
-    return num_rows * num_columns >= LEAST_BUSY * rounds * num_programs * rows * columns
+    row_tiles, column_tiles = tiles_of(num_rows, num_columns)
+    rounds = max(1, -(-row_tiles * column_tiles // num_programs))
+    return num_rows * num_columns >= LEAST_BUSY * rounds * num_programs * int(ROWS) * int(COLUMNS)
+
+
+def tiles_of(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """The number of tiles of rows, and of columns."""
+    return -(-num_rows // int(ROWS)), -(-num_columns // int(COLUMNS))
 
 
 def gated_gemm(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """``activation(x Wᵀ)``, for arguments that ``is_for`` accepts.
+    """``activation(x Wᵀ)``, for arguments that :func:`can_compute` accepts.
 
     Args:
         x: ``[T, K]``.
@@ -189,11 +206,11 @@ def gated_gemm(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.
     """
     (T, K), N = x.shape, len(weight) // 2
     out = x.new_empty(T, N)
-    rows, columns, depth = int(ROWS), int(COLUMNS), int(DEPTH)
-    num_tiles = -(-T // rows), -(-N // columns)
+    num_tiles = tiles_of(T, N)
+    x_tiles, w_tiles = descriptor(x, [int(ROWS), int(DEPTH)]), descriptor(weight, [int(COLUMNS), int(DEPTH)])
     launch(
-        gated_gemm_kernel, (min(num_multiprocessors(x.device), num_tiles[0] * num_tiles[1]),),
-        out, descriptor(out, [rows // 2, columns]), descriptor(x, [rows, depth]), descriptor(weight, [columns, depth]),
-        *num_tiles, N, K, ACTIVATION=activation, num_warps=4, maxnreg=REGISTERS,
+        gated_gemm_kernel, (min(num_multiprocessors(x.device), math.prod(num_tiles)),),
+        out, descriptor(out, [int(ROWS) // 2, int(COLUMNS)]), x_tiles, w_tiles, *num_tiles, N, K,
+        ACTIVATION=activation, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return out
