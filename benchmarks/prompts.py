@@ -287,7 +287,9 @@ def view(report: Report) -> View:
         "beside": (f"{flags['beside']} decoding requests beside prompts of {flags['long']:,}", "chunk"),
     }
     tables = [
-        table_of(*heading, results[part], of_floor=percent, of_products=percent, of_flash_attention_3=percent)
+        table_of(
+            *heading, results[part], of_floor=percent, of_products=percent, of_flash_attention_3=percent, launches=str
+        )
         for part, heading in headings.items()
         if part in results
     ]
