@@ -84,17 +84,44 @@ def test_the_sizes_of_chunks(
     assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
 
 
-@pytest.mark.parametrize(("wait", "expected"), [(1, 64), (9, 256), (10, 320), (1000, 8192)])
+@pytest.mark.parametrize(
+    ("wait", "expected", "milliseconds"),
+    [(1, 64, 2), (2, 64, 2), (9, 256, 8), (10, 320, 10), (1000, 8192, 256), (10**400, 8192, 256)],
+)
 def test_a_wait_becomes_a_size_by_the_table_of_step_costs(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wait: int, expected: int
+    tiny_checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    wait: int,
+    expected: int,
+    milliseconds: int,
 ) -> None:
-    """The largest step of 64, 128 … tokens that takes no longer: here 2 ms for 64 tokens, 2 ms more for each 64."""
+    """The largest step of 64, 128 … tokens that takes no longer: here 2 ms for 64 tokens, 2 ms more for each 64. The
+    log says what was chosen, as a warning if even 64 take longer."""
+    caplog.set_level("INFO", "infer.engine")
     monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
     model = load_model(tiny_checkpoints["llama"])
     save(StepCosts((1, 64, 1024), (0.002, 0.002, 0.032), source="measured", of=identity(model)))
     config = EngineConfig(max_batch_size=3, prefill_wait_ms=wait)
     assert within_wait(config, model) == EngineConfig(max_batch_size=3, chunk_beside_decoding=expected)
+    [record] = [each for each in caplog.records if "prefill_wait_ms" in each.message]
+    assert f"chunks of {expected} tokens, whose step takes {milliseconds} ms" in record.message
+    assert record.levelname == ("WARNING" if milliseconds > wait else "INFO")
     assert within_wait(EngineConfig(), model) == EngineConfig()
+
+
+def test_a_huge_budget_is_searched_at_once(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hundreds of millions of sizes, one after the other, would take minutes."""
+    monkeypatch.setenv("INFER_STEP_COSTS", str(tmp_path))
+    model, asked = load_model(tiny_checkpoints["llama"]), list[int]()
+    save(StepCosts((1, 64, 1024), (0.002, 0.002, 0.032), source="measured", of=identity(model)))
+    monkeypatch.setattr(StepCosts, "cost", lambda self, size: asked.append(size) or size / 1e9)
+    config = EngineConfig(max_num_batched_tokens=10**10, prefill_wait_ms=9_000)
+    assert within_wait(config, model).chunk_beside_decoding == 9 * 10**9 // 64 * 64
+    assert len(asked) < 50
 
 
 @pytest.mark.parametrize("number", [lesson.number for lesson in lessons() if lesson.number >= "07"])
