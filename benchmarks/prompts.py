@@ -72,7 +72,7 @@ def measure(
 
     Lengths beyond the model's positions are skipped. Steps decode with ``context`` tokens of context. ``beside``
     requests decode during prompts of ``long`` tokens, with chunks of each of ``sizes``; 0 lets the engine choose the
-    size.
+    size. ``attention``: also time attention, and gate and up, of one layer alone.
     """
     make_weights_when_read()
     ceilings = measure_ceilings(device)

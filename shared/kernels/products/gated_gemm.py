@@ -107,9 +107,7 @@ def load_tiles(x_tiles, w_tiles, num_row_tiles, num_column_tiles, N, K, buffers)
 
 
 @gluon.jit
-def multiply(
-    HALF: gl.constexpr, out_tiles, num_row_tiles, num_column_tiles, K, buffers, ACTIVATION: gl.constexpr
-):  # fmt: skip
+def multiply(HALF: gl.constexpr, out_tiles, num_row_tiles, num_column_tiles, K, buffers, ACTIVATION: gl.constexpr):
     """The task of a group that multiplies, for the first or the second half of the rows of each tile."""
     OWN: gl.constexpr = ROWS // 2
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * COLUMNS, 16])
