@@ -1,12 +1,14 @@
 """Warm-up: compile kernels before serving. Introduced in phase 4.
 
 Kernels are compiled, and libraries select theirs, when a shape first occurs. On a GPU that takes up to a second per
-kernel, so the warm-up runs every batch size once, and prompts from one token up to a long one. On a CPU one short
-request suffices. No two requests share a cached prefix, since that would skip computation. Invariant: afterwards the
-engine holds none of the warm-up requests, and its KV cache holds none of their tokens. From phase 12 on the
-vocabulary's trie is also built here, so that the first request with a grammar does not stall all others.
+kernel, so the warm-up runs every batch size once, prompts from one token up to a long one, and a step that is too large
+for any CUDA graph. On a CPU one short request suffices. No two requests share a cached prefix, since that would skip
+computation. Invariant: afterwards the engine holds none of the warm-up requests, and its KV cache holds none of their
+tokens. From phase 12 on the vocabulary's trie is also built here, so that the first request with a grammar does not
+stall all others.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
 LONGEST_PROMPT = 4096  # for a single request; longer prompts use the same kernels
+UNCAPTURED = 5120  # tokens of a step that no graph is captured for, and still a single chunk of one prompt
 FIRST_PROMPT, MORE_TOKENS = 24, 7  # for a full batch: each prompt is longer than the one before
 
 
@@ -77,14 +80,17 @@ def rounds(
 ) -> list[list[tuple[int, int]]]:
     """(prompt tokens, new tokens) of the requests of each round.
 
-    On a GPU single prompts of power-of-two lengths, then a full batch that shrinks by one request a step. A single
-    prompt takes at most half of ``capacity_tokens``, and so do those of the full batch together; None: no limit.
+    On a GPU single prompts of power-of-two lengths, then as few and as long ones as make an uncaptured step, if they
+    fit, then a full batch that shrinks by one request a step. The prompts of a round take at most half of
+    ``capacity_tokens``; None: no limit.
     """
     longest = most_new = max(1, min(max_seq_len, capacity_tokens or max_seq_len) // 2)
     if not is_gpu:
         return [[(min(8, longest), min(2, most_new))]]
     alone = [(1 << n, min(2, most_new)) for n in range(LONGEST_PROMPT.bit_length()) if 1 << n <= longest]
+    large = [(min(longest, UNCAPTURED), min(2, most_new))] * -(-UNCAPTURED // longest)
+    fits = len(large) <= max_batch_size and (capacity_tokens or math.inf) >= 2 * UNCAPTURED
     if capacity_tokens is not None:
         longest = max(1, min(longest, capacity_tokens // (2 * max_batch_size)))
     batch = [(min(FIRST_PROMPT + MORE_TOKENS * n, longest), min(n + 2, most_new)) for n in range(max_batch_size)]
-    return [*([request] for request in alone), batch]
+    return [*([request] for request in alone), *([large] if fits else []), batch]

@@ -8,15 +8,19 @@ import pytest
 from phases.phase_04.engine import Engine as Static
 from phases.phase_08.engine import Engine as Prefixes
 from phases.phase_12.engine import Engine as Structured
+from shared.cache.view.bucket_padding import NARROW_CAPTURED_CHUNK
 from shared.engine.config import EngineConfig
-from shared.engine.warm_up import rounds, warm_up
+from shared.engine.warm_up import UNCAPTURED, rounds, warm_up
 from shared.grammar.grammar import Grammar
 from shared.kernels.attention.planned_tiling import LEAST_SPECIALIZED
 from shared.sampling.params import SamplingParams
+from shared.scheduling.chunks import Chunks
 
 
 def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> None:
-    *alone, batch = rounds(16, 1280, is_gpu=True)
+    *alone, batch = rounds(7, 1280, is_gpu=True)
+    assert [request for (request,) in alone] == [(1 << n, 2) for n in range(10)]
+    *alone, _, batch = rounds(16, 1280, is_gpu=True)
     assert [request for (request,) in alone] == [(1 << n, 2) for n in range(10)]
     assert [new for _, new in batch] == list(range(2, 18))
     assert rounds(16, 1280, is_gpu=True, capacity_tokens=16 * 1280)[-1] == batch
@@ -24,8 +28,20 @@ def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> 
 
 
 def test_the_longest_prompt_uses_every_kernel_of_prompts() -> None:
-    (*_, [(longest, _)], _) = rounds(16, 1 << 15, is_gpu=True)
+    (*_, [(longest, _)], _, _) = rounds(16, 1 << 15, is_gpu=True)
     assert longest >= max(LEAST_SPECIALIZED.values())
+
+
+@pytest.mark.parametrize("max_seq_len", [2048, 4096, 8192, 1 << 15])
+def test_a_step_too_large_for_a_graph_is_run_where_its_prompts_fit(max_seq_len: int) -> None:
+    """Whether one prompt is that long or several are, whatever the width of the model."""
+    config = EngineConfig(model="any", max_batch_size=512, max_seq_len=max_seq_len)
+    *_, large, _ = rounds(512, max_seq_len, is_gpu=True, capacity_tokens=2 * UNCAPTURED + 5000)
+    tokens = [num_prompt for num_prompt, _ in large]
+    assert Chunks(config).sizes(tokens, 0) == tokens, "one step computes them"
+    assert sum(tokens) > NARROW_CAPTURED_CHUNK + 512
+    *others, _ = rounds(512, max_seq_len, is_gpu=True, capacity_tokens=2 * UNCAPTURED - 1)
+    assert (len(large), sum(tokens)) not in [(len(one), sum(n for n, _ in one)) for one in others], "half the memory"
 
 
 def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:

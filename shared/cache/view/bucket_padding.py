@@ -34,9 +34,9 @@ OF_TOKENS: Mapping[str, int] = {"token_ids": 0, "positions": 0, "offsets": -1}
 OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_starts")
 """Padded with zeros: an empty array would have no address, which a capture would record."""
 
-CAPTURED_CHUNK = 2048
-"""Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise: computing a larger one takes the
-GPU longer than launching it takes the host."""
+CAPTURED_CHUNK, NARROW, NARROW_CAPTURED_CHUNK = 2048, 2048, 4096
+"""Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise, and of the largest one of a model
+with at most ``NARROW`` channels. Computing a larger one takes the GPU longer than launching it takes the host."""
 
 
 class BucketPadding:
@@ -111,7 +111,8 @@ def buckets_of(config: EngineConfig, model: CausalLM, max_seq_len: int) -> Bucke
         raise ConfigError("use_cuda_graphs is True and the device is cpu; CUDA graphs need a GPU: leave it out.")
     if not config.is_on("use_cuda_graphs") or not launches(model.norm.weight):
         return Buckets((), ())
-    chunk = CAPTURED_CHUNK if config.prefill_chunk_size is None else config.prefill_chunk_size
+    by_default = NARROW_CAPTURED_CHUNK if model.config.hidden_size <= NARROW else CAPTURED_CHUNK
+    chunk = by_default if config.prefill_chunk_size is None else config.prefill_chunk_size
     most_tokens = min(config.max_batch_size + chunk, config.most_tokens_of_a_step(max_seq_len))
     return replace(Buckets.of(config.max_batch_size, most_tokens), is_required=config.use_cuda_graphs is True)
 
