@@ -30,6 +30,24 @@ ENVIRONMENT = {
 }
 
 
+def settings_of(
+    folder: str | Path, dtype: torch.dtype, max_seq_len: int, max_batch_size: int, kv_tokens: int | None = None
+) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM`` for a KV cache of as many tokens as ours, and for as much memory as is free now."""
+    # 256 tokens for each sequence's last block, and a quarter for layers that vLLM groups with padding
+    tokens = ((kv_tokens or max_batch_size * max_seq_len) + max_batch_size * 256) * 5 // 4
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": max_seq_len,
+        "max_num_seqs": max_batch_size,
+        "kv_cache_memory_bytes": kv_bytes(read_config(Path(folder)), tokens, dtype),
+        "gpu_memory_utilization": round(0.9 * free / total, 3),  # this memory must be free, but is not used
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+    }
+
+
 def is_installed() -> bool:
     """Whether vLLM can be imported and has a GPU."""
     return importlib.util.find_spec("vllm") is not None and torch.cuda.is_available()
@@ -56,18 +74,7 @@ class VllmEngine:
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
-        # 256 tokens for each sequence's last block, and a quarter for layers that vLLM groups with padding
-        tokens = ((kv_tokens or max_batch_size * max_seq_len) + max_batch_size * 256) * 5 // 4
-        free, total = torch.cuda.mem_get_info()
-        given: dict[str, Any] = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": max_seq_len,
-            "max_num_seqs": max_batch_size,
-            "kv_cache_memory_bytes": kv_bytes(read_config(Path(folder)), tokens, dtype),
-            "gpu_memory_utilization": round(0.9 * free / total, 3),  # this memory must be free, but is not used
-            "enable_prefix_caching": False,
-            "skip_tokenizer_init": True,
-        }
+        given = settings_of(folder, dtype, max_seq_len, max_batch_size, kv_tokens)
         self.max_seq_len, self.version = max_seq_len, vllm.__version__
         self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)
