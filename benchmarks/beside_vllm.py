@@ -2,8 +2,9 @@
 
 Each engine has a process of its own and a part of the GPU's memory. Only one computes at a time: they take turns, trial
 by trial, so that the GPU's clock and the host's load are the same for both. Weights are random and made in memory,
-prompts are random ids, and decoding is greedy. Each KV cache has room for all tokens of the work, and prefixes are
-cached only where the work says so; everything else is as each engine chooses it.
+prompts are random ids, and decoding is greedy. Both KV caches have room for as many tokens, prefixes are cached only
+where the work says so, and garbage collections skip what an engine has made by its start; everything else is as each
+engine chooses it.
 
     python -m benchmarks.beside_vllm --work llama-3.2-1b qwen3-8b --out benchmarks/reports
 
@@ -35,8 +36,10 @@ from benchmarks.serving.vllm_peer import ENVIRONMENT, settings_of
 from benchmarks.setup import freeze_memory
 from benchmarks.timing import SyntheticPrompts, in_turns
 from benchmarks.view import View, table_of, times
+from shared.cache.view.contiguous import kv_bytes
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
+from shared.loading.config_json import read_config
 
 BLOCK_SIZE = 16
 Generate = Callable[[Sequence[list[int]], int], float]
@@ -198,7 +201,8 @@ def vllm(work: Work, folder: Path, device: str) -> Generate:
     os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM, SamplingParams
 
-    settings = settings_of(folder, torch.bfloat16, work.max_seq_len, work.max_batch_size, work.kv_tokens)
+    settings = settings_of(folder, torch.bfloat16, work.max_seq_len, work.max_batch_size)
+    settings["kv_cache_memory_bytes"] = kv_bytes(read_config(folder), work.kv_tokens, torch.bfloat16)
     settings |= {"load_format": "dummy", "enable_prefix_caching": work.caches_prefixes}
     llm = LLM(model=str(folder), quantization=work.quantization, **settings)
 
@@ -283,6 +287,7 @@ def measure(
         results["loop_ns"][name] = {engine: host for engine, (host, _) in ready.items()}
         flags["vllm"] = ready["vllm"][1]
         flags["work"][name] = asdict(WORK[name])
+        print(name, {"loop_ns": results["loop_ns"][name]} | results[name], flush=True)
     return Report("beside-vllm", {}, {}, 0, flags, results, device)
 
 

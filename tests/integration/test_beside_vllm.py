@@ -11,6 +11,7 @@ from benchmarks.report import write_report
 from benchmarks.timing import SyntheticPrompts
 from shared.checkpoints.shapes import SHAPES
 from shared.errors import ConfigError
+from shared.loading.config_json import parse_config
 
 pytestmark = pytest.mark.slow
 STAND_IN = """
@@ -92,6 +93,11 @@ def test_both_engines_get_the_same_work_in_turns(tmp_path: Path) -> None:
         "0",
     )
     assert (given["load_format"], given["quantization"], given["enable_prefix_caching"]) == ("dummy", None, True)
+    config = parse_config(SHAPES[work.shape])
+    assert (
+        given["kv_cache_memory_bytes"]
+        == work.kv_tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 2
+    )
     expected: list[tuple[Sequence[list[int]], int]] = []
 
     def generate(prompts: Sequence[list[int]], num_new: int) -> float:
