@@ -1,10 +1,11 @@
 """This engine and vLLM on the same work, through the ``LLM.generate`` of each. Introduced in phase 9.
 
-Each engine has a process of its own and a part of the GPU's memory. Only one computes at a time: they take turns, trial
-by trial, so that the GPU's clock and the host's load are the same for both. Weights are random and made in memory,
-prompts are random ids, and decoding is greedy. Both KV caches have room for as many tokens, prefixes are cached only
-where the work says so, and garbage collections skip what an engine has made by its start; everything else is as each
-engine chooses it.
+Each engine has a process of its own and a part of the GPU's memory, so both stay loaded. Only one computes at a time:
+they take turns, trial by trial, so that neither gains from a change of the GPU's clock or of the host's load. Weights
+are random and made in memory, prompts are random ids, and decoding is greedy. Both KV caches have room for as many
+tokens, prefixes are cached only where the work says so, and garbage collections skip objects that exist when an engine
+is ready. Everything else is as each engine chooses it. (`infer bench serving` has vLLM as a contender too, under a load
+of requests that arrive one by one, and without its ``LLM.generate``.)
 
     python -m benchmarks.beside_vllm --work llama-3.2-1b qwen3-8b --out benchmarks/reports
 
@@ -169,7 +170,6 @@ WORK = {
         figures={
             "first_token_cached": First(49, cached=48),
             "prompts_2x8": Prompts(2, 8),
-            "decoding_2": Decoded(2, 8, 4),
             "answers_4": Answered(4, 8, 2),
         },
         caches_prefixes=True,
@@ -197,12 +197,14 @@ def ours(work: Work, folder: Path, device: str) -> Generate:
 
 
 def vllm(work: Work, folder: Path, device: str) -> Generate:
-    """vLLM, whose engine runs in the process that calls it."""
+    """vLLM, whose engine runs in the process that calls it. Raises ConfigError if it cannot be imported."""
     os.environ |= ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    from vllm import LLM, SamplingParams
-
-    settings = settings_of(folder, torch.bfloat16, work.max_seq_len, work.max_batch_size)
-    settings["kv_cache_memory_bytes"] = kv_bytes(read_config(folder), work.kv_tokens, torch.bfloat16)
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise ConfigError(f"vLLM cannot be imported ({error}); install vllm==0.26.0, or name its folder.") from error
+    num_bytes = kv_bytes(read_config(folder), work.kv_tokens, torch.bfloat16)
+    settings = settings_of(torch.bfloat16, work.max_seq_len, work.max_batch_size, num_bytes)
     settings |= {"load_format": "dummy", "enable_prefix_caching": work.caches_prefixes}
     llm = LLM(model=str(folder), quantization=work.quantization, **settings)
 
@@ -214,7 +216,10 @@ def vllm(work: Work, folder: Path, device: str) -> Generate:
     return generate
 
 
-ENGINES = {"ours": ours, "vllm": vllm}
+Make = Callable[[Work, Path, str], Generate]
+"""Loads an engine with a model folder on a device."""
+ENGINES: dict[str, Make] = {"ours": ours, "vllm": vllm}
+MOST_SECONDS = 60  # for an engine's process to end
 
 
 def seconds(call: Callable[..., Any], *arguments: Any, **options: Any) -> float:
@@ -223,14 +228,11 @@ def seconds(call: Callable[..., Any], *arguments: Any, **options: Any) -> float:
     return time.perf_counter() - started
 
 
-def serve(connection: Connection, name: str, work: Work, folder: Path, device: str, path: str | None) -> None:
+def serve(connection: Connection, make: Make, work: Work, folder: Path, device: str) -> None:
     """An engine's process: when ready it sends the host's speed and vLLM's version, and then answers until it gets
     None. If the engine does not start, it sends the error."""
-    if path is not None:
-        sys.path.insert(0, path)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))
     try:
-        generate = ENGINES[name](work, folder, device)
+        generate = make(work, folder, device)
     except Exception as error:
         connection.send(f"{type(error).__name__}: {error}")
         raise
@@ -241,30 +243,59 @@ def serve(connection: Connection, name: str, work: Work, folder: Path, device: s
 
 
 @contextmanager
-def in_a_process(name: str, *arguments: Any) -> Iterator[tuple[Generate, tuple[float, str | None]]]:
-    """An engine in a process of its own, and what it sent when ready; ``arguments``: further ones of :func:`serve`.
-    Raises ConfigError if it does not start.
+def in_a_process(name: str, path: str | None, *arguments: Any) -> Iterator[tuple[Generate, tuple[float, str | None]]]:
+    """An engine in a process of its own, and what it sent when ready.
+
+    Args:
+        path: a folder that comes first where the process looks for packages.
+        arguments: further ones of :func:`serve`.
+
+    Raises ConfigError if the engine does not start, and RuntimeError if its process ends early.
     """
     spawn = multiprocessing.get_context("spawn")
     connection, its_end = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(its_end, name, *arguments))
-    process.start()
+    process = spawn.Process(target=serve, args=(its_end, *arguments))
+    with first_on_path(path):
+        process.start()
     its_end.close()
+
+    def received() -> Any:
+        try:
+            return connection.recv()
+        except EOFError:
+            process.join()
+            raise RuntimeError(f"The process of the engine {name!r} ended with {process.exitcode}.") from None
 
     def generate(prompts: Sequence[list[int]], num_new: int) -> float:
         connection.send((prompts, num_new))
-        answer: float = connection.recv()
+        answer: float = received()
         return answer
 
     try:
-        ready = connection.recv()
+        ready = received()
         if isinstance(ready, str):
-            raise ConfigError(f"The engine {name!r} does not start ({ready}); vLLM can be in a folder, --vllm-path.")
+            raise ConfigError(f"The engine {name!r} does not start: {ready}")
         yield generate, ready
         connection.send(None)
-        process.join()
+        process.join(MOST_SECONDS)
     finally:
         process.kill()
+        process.join()
+
+
+@contextmanager
+def first_on_path(path: str | None) -> Iterator[None]:
+    """Processes that are started in this block look for packages in ``path`` first, and so do their own processes."""
+    packages, variable = list(sys.path), os.environ.get("PYTHONPATH")
+    if path is not None:
+        sys.path.insert(0, path)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, variable)))
+    try:
+        yield
+    finally:
+        sys.path[:] = packages
+        os.environ.pop("PYTHONPATH", None)
+        os.environ |= {} if variable is None else {"PYTHONPATH": variable}
 
 
 def measure(
@@ -276,37 +307,41 @@ def measure(
     """Measure both engines, in turns, after a trial that does not count.
 
     A figure is the median of the trials, and the best one stands beside it. ``vllm_path``: a folder with vLLM and what
-    it needs, unless it is installed.
+    it needs, unless it is installed. Works are printed as they end, since each takes a minute or two.
     """
     if unknown := [name for name in work if name not in WORK]:
         raise ConfigError(f"There is no work {unknown[0]!r}; there are {', '.join(WORK)}.")
+    flags: dict[str, Any] = {"vllm": None, "work": {}}
     results: dict[str, Any] = {"loop_ns": {}}
-    flags: dict[str, Any] = {"trials": trials, "vllm": None, "work": {}}
     for name in work:
-        ready, results[name] = measure_work(WORK[name], trials, device, vllm_path)
+        found, ready = measure_work(WORK[name], trials, device, vllm_path)
+        results[name] = found
         results["loop_ns"][name] = {engine: host for engine, (host, _) in ready.items()}
         flags["vllm"] = ready["vllm"][1]
-        flags["work"][name] = asdict(WORK[name])
-        print(name, {"loop_ns": results["loop_ns"][name]} | results[name], flush=True)
+        flags["work"][name] = asdict(WORK[name]) | {"trials": trials}
+        print(name, results["loop_ns"][name], found, flush=True)
     return Report("beside-vllm", {}, {}, 0, flags, results, device)
 
 
-def measure_work(work: Work, trials: int, device: str, path: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What each engine sent when ready, and the figures."""
+def measure_work(
+    work: Work, trials: int, device: str, path: str | None, engines: Mapping[str, Make] = ENGINES
+) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[float, str | None]]]:
+    """The figures, and what each engine sent when ready."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        about = work, random_model(work.shape, Path(temporary), device), device
-        engines = {
-            name: stack.enter_context(in_a_process(name, *about, path if name == "vllm" else None)) for name in ENGINES
+        folder = random_model(work.shape, Path(temporary), device)
+        running = {
+            name: stack.enter_context(in_a_process(name, path if name == "vllm" else None, make, work, folder, device))
+            for name, make in engines.items()
         }
-        prompts = {name: SyntheticPrompts(SHAPES[work.shape]["vocab_size"], 0) for name in ENGINES}
+        prompts = {name: SyntheticPrompts(SHAPES[work.shape]["vocab_size"], 0) for name in engines}
         found = {}
         for name, figure in work.figures.items():
             calls = {
                 engine: partial(figure.trial, generate, prompts[engine].draw)
-                for engine, (generate, _) in engines.items()
+                for engine, (generate, _) in running.items()
             }
             found[name] = row(figure.unit, **in_turns(calls, trials, warm_ups=1))
-        return {name: ready for name, (_, ready) in engines.items()}, found
+        return found, {name: ready for name, (_, ready) in running.items()}
 
 
 def row(unit: str, ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
@@ -322,20 +357,14 @@ def row(unit: str, ours: Sequence[float], vllm: Sequence[float]) -> dict[str, An
 
 def view(report: Report) -> View:
     """A table for each work."""
-    results = report.results
-    tables = [
-        table_of(
-            f"{name}; an addition in Python {loop['ours']} and {loop['vllm']} ns",
-            "work",
-            results[name],
-            unit=str,
-            ahead=times,
-            best_ahead=times,
-        )
-        for name, loop in results["loop_ns"].items()
-    ]
-    about = f"medians of {report.flags['trials']} trials in turns, and the best trial of each"
-    return View(f"Beside vLLM {report.flags['vllm']}: {report.machine_title}", [about, report.date[:10]], tables)
+    flags, tables = report.flags, []
+    for name, work in flags["work"].items():
+        loop = report.results["loop_ns"].get(name)
+        host = f", an addition in Python took {loop['ours']} and {loop['vllm']} ns" if loop else ""
+        heading = f"{name}: {work['trials']} trials in turns{host}"
+        tables.append(table_of(heading, "work", report.results[name], unit=str, ahead=times, best_ahead=times))
+    subtitles = [f"{report.machine_title}; {report.date[:10]}", "medians, and the best trial of each"]
+    return View(f"Beside vLLM {flags['vllm']}: LLM.generate", subtitles, tables)
 
 
 if __name__ == "__main__":

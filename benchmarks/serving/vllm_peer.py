@@ -30,18 +30,14 @@ ENVIRONMENT = {
 }
 
 
-def settings_of(
-    folder: str | Path, dtype: torch.dtype, max_seq_len: int, max_batch_size: int, kv_tokens: int | None = None
-) -> dict[str, Any]:
-    """Arguments of ``vllm.LLM`` for a KV cache of as many tokens as ours, and for as much memory as is free now."""
-    # 256 tokens for each sequence's last block, and a quarter for layers that vLLM groups with padding
-    tokens = ((kv_tokens or max_batch_size * max_seq_len) + max_batch_size * 256) * 5 // 4
+def settings_of(dtype: torch.dtype, max_seq_len: int, max_batch_size: int, kv_cache_bytes: int) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``, for as much memory as is free now."""
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": max_seq_len,
         "max_num_seqs": max_batch_size,
-        "kv_cache_memory_bytes": kv_bytes(read_config(Path(folder)), tokens, dtype),
+        "kv_cache_memory_bytes": kv_cache_bytes,
         "gpu_memory_utilization": round(0.9 * free / total, 3),  # this memory must be free, but is not used
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
@@ -74,7 +70,10 @@ class VllmEngine:
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
-        given = settings_of(folder, dtype, max_seq_len, max_batch_size, kv_tokens)
+        # 256 tokens for each sequence's last block, and a quarter for layers that vLLM groups with padding
+        tokens = ((kv_tokens or max_batch_size * max_seq_len) + max_batch_size * 256) * 5 // 4
+        num_bytes = kv_bytes(read_config(Path(folder)), tokens, dtype)
+        given = settings_of(dtype, max_seq_len, max_batch_size, num_bytes)
         self.max_seq_len, self.version = max_seq_len, vllm.__version__
         self.settings = given | {"version": self.version}
         self.params: Any = lambda **asked: vllm.SamplingParams(output_kind=RequestOutputKind.DELTA, **asked)

@@ -8,7 +8,6 @@ tokens. From phase 12 on the vocabulary's trie is also built here, so that the f
 stall all others.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -16,7 +15,6 @@ from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 
 LONGEST_PROMPT = 4096  # for a single request; longer prompts use the same kernels
-UNCAPTURED = 5120  # tokens of a step that no graph is captured for, and still a single chunk of one prompt
 FIRST_PROMPT, MORE_TOKENS = 24, 7  # for a full batch: each prompt is longer than the one before
 
 
@@ -32,9 +30,13 @@ class Steps(Protocol):
 
 def warm_up(engine: Any) -> None:
     """Warm up an engine of phase 4 or later."""
-    capacity = engine.pool.capacity_tokens
-    sizes = (engine.config.max_batch_size, engine.max_seq_len)
-    serve_rounds(engine, rounds(*sizes, is_gpu=engine.model.device.type == "cuda", capacity_tokens=capacity))
+    graphs = getattr(engine.runner.executor, "graphs", {})  # by bucket, if steps are captured
+    sizes: dict[str, Any] = {
+        "is_gpu": engine.model.device.type == "cuda",
+        "capacity_tokens": engine.pool.capacity_tokens,
+        "most_captured": max((bucket.num_tokens for bucket in graphs), default=None),
+    }
+    serve_rounds(engine, rounds(engine.config.max_batch_size, engine.max_seq_len, **sizes))
     if hasattr(engine, "constraints"):
         engine.constraints.prepare()
         # loads the tokens onto the device, and compiles the kernels that make masks
@@ -76,21 +78,33 @@ def warm_up_prompt(n: int, num_tokens: int) -> list[int]:
 
 
 def rounds(
-    max_batch_size: int, max_seq_len: int, *, is_gpu: bool, capacity_tokens: int | None = None
+    max_batch_size: int,
+    max_seq_len: int,
+    *,
+    is_gpu: bool,
+    capacity_tokens: int | None = None,
+    most_captured: int | None = None,
 ) -> list[list[tuple[int, int]]]:
     """(prompt tokens, new tokens) of the requests of each round.
 
-    On a GPU single prompts of power-of-two lengths, then as few and as long ones as make an uncaptured step, if they
-    fit, then a full batch that shrinks by one request a step. The prompts of a round take at most half of
-    ``capacity_tokens``; None: no limit.
+    On a GPU single prompts of power-of-two lengths, then the fewest prompts that make a step too large for a graph, if
+    they fit, then a full batch that shrinks by one request a step. The prompts of a round take at most half of
+    ``capacity_tokens``; None: no limit. ``most_captured``: tokens of the largest captured step; None: there is none.
     """
     longest = most_new = max(1, min(max_seq_len, capacity_tokens or max_seq_len) // 2)
     if not is_gpu:
         return [[(min(8, longest), min(2, most_new))]]
     alone = [(1 << n, min(2, most_new)) for n in range(LONGEST_PROMPT.bit_length()) if 1 << n <= longest]
-    large = [(min(longest, UNCAPTURED), min(2, most_new))] * -(-UNCAPTURED // longest)
-    fits = len(large) <= max_batch_size and (capacity_tokens or math.inf) >= 2 * UNCAPTURED
+    large = [] if most_captured is None else evenly(most_captured + 1, longest)
+    fits = len(large) <= max_batch_size and (capacity_tokens is None or 2 * sum(large) <= capacity_tokens)
     if capacity_tokens is not None:
         longest = max(1, min(longest, capacity_tokens // (2 * max_batch_size)))
     batch = [(min(FIRST_PROMPT + MORE_TOKENS * n, longest), min(n + 2, most_new)) for n in range(max_batch_size)]
-    return [*([request] for request in alone), *([large] if fits else []), batch]
+    together = [[(length, min(2, most_new)) for length in large]] if large and fits else []
+    return [*([request] for request in alone), *together, batch]
+
+
+def evenly(num_tokens: int, most: int) -> list[int]:
+    """The fewest equal lengths, of at most ``most`` tokens each, that have at least ``num_tokens`` together."""
+    number = -(-num_tokens // most)
+    return [-(-num_tokens // number)] * number

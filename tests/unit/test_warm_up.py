@@ -1,6 +1,7 @@
 """What an engine is made ready with: it fits, and it leaves nothing behind."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ import pytest
 from phases.phase_04.engine import Engine as Static
 from phases.phase_08.engine import Engine as Prefixes
 from phases.phase_12.engine import Engine as Structured
-from shared.cache.view.bucket_padding import NARROW_CAPTURED_CHUNK
 from shared.engine.config import EngineConfig
-from shared.engine.warm_up import UNCAPTURED, rounds, warm_up
+from shared.engine.executor.buckets import Buckets
+from shared.engine.warm_up import rounds, warm_up
 from shared.grammar.grammar import Grammar
 from shared.kernels.attention.planned_tiling import LEAST_SPECIALIZED
 from shared.sampling.params import SamplingParams
@@ -18,9 +19,7 @@ from shared.scheduling.chunks import Chunks
 
 
 def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> None:
-    *alone, batch = rounds(7, 1280, is_gpu=True)
-    assert [request for (request,) in alone] == [(1 << n, 2) for n in range(10)]
-    *alone, _, batch = rounds(16, 1280, is_gpu=True)
+    *alone, batch = rounds(16, 1280, is_gpu=True)
     assert [request for (request,) in alone] == [(1 << n, 2) for n in range(10)]
     assert [new for _, new in batch] == list(range(2, 18))
     assert rounds(16, 1280, is_gpu=True, capacity_tokens=16 * 1280)[-1] == batch
@@ -28,20 +27,45 @@ def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> 
 
 
 def test_the_longest_prompt_uses_every_kernel_of_prompts() -> None:
-    (*_, [(longest, _)], _, _) = rounds(16, 1 << 15, is_gpu=True)
+    (*_, [(longest, _)], _) = rounds(16, 1 << 15, is_gpu=True)
     assert longest >= max(LEAST_SPECIALIZED.values())
 
 
-@pytest.mark.parametrize("max_seq_len", [2048, 4096, 8192, 1 << 15])
-def test_a_step_too_large_for_a_graph_is_run_where_its_prompts_fit(max_seq_len: int) -> None:
-    """Whether one prompt is that long or several are, whatever the width of the model."""
-    config = EngineConfig(model="any", max_batch_size=512, max_seq_len=max_seq_len)
-    *_, large, _ = rounds(512, max_seq_len, is_gpu=True, capacity_tokens=2 * UNCAPTURED + 5000)
+@pytest.mark.parametrize(("max_seq_len", "number"), [(2048, 5), (4096, 3), (8192, 2), (1 << 15, 1)])
+def test_a_step_too_large_for_a_graph_is_run_where_its_prompts_fit(max_seq_len: int, number: int) -> None:
+    sizes: dict[str, Any] = {"is_gpu": True, "most_captured": 4096 + 512}
+    *alone, large, batch = rounds(512, max_seq_len, **sizes, capacity_tokens=2 * 4611)
     tokens = [num_prompt for num_prompt, _ in large]
+    assert len(tokens) == number
+    assert 4609 <= sum(tokens) <= 4611, "the fewest tokens that no graph holds"
+    config = EngineConfig(model="any", max_batch_size=512, max_seq_len=max_seq_len)
     assert Chunks(config).sizes(tokens, 0) == tokens, "one step computes them"
-    assert sum(tokens) > NARROW_CAPTURED_CHUNK + 512
-    *others, _ = rounds(512, max_seq_len, is_gpu=True, capacity_tokens=2 * UNCAPTURED - 1)
-    assert (len(large), sum(tokens)) not in [(len(one), sum(n for n, _ in one)) for one in others], "half the memory"
+    assert rounds(512, max_seq_len, is_gpu=True, capacity_tokens=2 * 4611) == [*alone, batch], "there are no graphs"
+    assert len(rounds(512, max_seq_len, **sizes, capacity_tokens=2 * 4609 - 1)) == len(alone) + 1, "half of the memory"
+    assert len(rounds(number, max_seq_len, **sizes)) == len(alone) + 2
+    if number > 1:
+        assert len(rounds(number - 1, max_seq_len, **sizes)) == len(alone) + 1, "more prompts than a batch has"
+
+
+def test_the_largest_graph_of_an_engine_decides_which_step_that_is(
+    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shared.engine.warm_up as module
+
+    asked: list[int | None] = []
+
+    def no_rounds(*sizes: int, most_captured: int | None, **options: Any) -> list[Any]:
+        asked.append(most_captured)
+        return []
+
+    monkeypatch.setattr(module, "rounds", no_rounds)
+    engine = Structured(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=64, max_batch_size=2))
+    warm_up(engine)
+    buckets = Buckets.of(2, 100)
+    engine.runner.executor = SimpleNamespace(graphs=dict.fromkeys(buckets.mixed + buckets.decode))
+    warm_up(engine)
+    warm_up(Static(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=64)))
+    assert asked == [None, 100, None]
 
 
 def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:
@@ -72,7 +96,11 @@ def test_nothing_is_left_behind(
     import shared.engine.warm_up as module
 
     monkeypatch.setattr(module, "rounds", lambda *sizes, **options: rounds(*sizes, **options | {"is_gpu": is_gpu}))
-    sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
+    sizes: dict[str, Any] = {
+        "max_seq_len": 64,
+        "max_batch_size": 3,
+        "max_waiting_requests": 1,
+    }  # with a full queue requests wait
     sizes |= {"block_size": 4} if make is Prefixes else {}
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     add, added = engine.add_request, []

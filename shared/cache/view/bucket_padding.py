@@ -36,7 +36,8 @@ OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_start
 
 CAPTURED_CHUNK, NARROW, NARROW_CAPTURED_CHUNK = 2048, 2048, 4096
 """Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise, and of the largest one of a model
-with at most ``NARROW`` channels. Computing a larger one takes the GPU longer than launching it takes the host."""
+whose hidden size is at most ``NARROW``. Computing a larger one takes the GPU longer than launching it takes the
+host."""
 
 
 class BucketPadding:
