@@ -148,18 +148,6 @@ WORK = {
         },
         caches_prefixes=True,
     ),
-    "qwen3-0.6b": Work(
-        "qwen3-0.6b",
-        max_batch_size=16,
-        max_seq_len=16_384,
-        kv_tokens=65_536,
-        figures={
-            "first_token_3072": First(3072),
-            "first_token_8192": First(8192),
-            "decoding_1": Decoded(1),
-            "decoding_16": Decoded(16),
-        },
-    ),
     "qwen3-8b": Work("qwen3-8b", 512, 16_384, 147_456, OF_8B),
     "qwen3-8b-fp8": Work("qwen3-8b", 512, 16_384, 147_456, OF_8B, quantization="fp8"),
     "tiny-llama": Work(
@@ -299,7 +287,7 @@ def first_on_path(path: str | None) -> Iterator[None]:
 
 
 def measure(
-    work: tuple[str, ...] = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-8b", "qwen3-8b-fp8"),
+    work: tuple[str, ...] = ("llama-3.2-1b", "qwen3-8b", "qwen3-8b-fp8"),
     trials: int = 5,
     vllm_path: str | None = None,
     device: str = "cuda",

@@ -140,8 +140,7 @@ def test_engines_take_turns_and_get_the_same_prompts(tmp_path: Path) -> None:
     assert all(host > 0 and version is None for host, version in ready.values())
 
 
-def test_both_engines_are_made_for_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM in a whole measurement, ours without its process."""
+def test_a_measurement_makes_vllm_for_its_work(tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text(STAND_IN, encoding="utf-8")
     report = measure(("tiny-llama",), trials=2, vllm_path=str(tmp_path), device="cpu")
     made, *calls = map(json.loads, (tmp_path / "seen.jsonl").read_text(encoding="utf-8").splitlines())
@@ -163,6 +162,8 @@ def test_both_engines_are_made_for_the_work(tmp_path: Path, monkeypatch: pytest.
     assert "## tiny-llama: 2 trials in turns\n" in page
     assert "| prompts_2x8 | tokens/s |" in page
 
+
+def test_our_engine_is_made_for_the_work_and_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     engine = SimpleNamespace(generate=lambda *asked, **options: seen.append((asked, options)), engine="the engine")
     monkeypatch.setattr(beside_vllm, "make_weights_when_read", lambda: seen.append("random"))

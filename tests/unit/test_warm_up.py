@@ -96,11 +96,7 @@ def test_nothing_is_left_behind(
     import shared.engine.warm_up as module
 
     monkeypatch.setattr(module, "rounds", lambda *sizes, **options: rounds(*sizes, **options | {"is_gpu": is_gpu}))
-    sizes: dict[str, Any] = {
-        "max_seq_len": 64,
-        "max_batch_size": 3,
-        "max_waiting_requests": 1,
-    }  # with a full queue requests wait
+    sizes = {"max_seq_len": 64, "max_batch_size": 3, "max_waiting_requests": 1}  # with a full queue requests wait
     sizes |= {"block_size": 4} if make is Prefixes else {}
     engine = make(EngineConfig(model=str(tiny_checkpoints["llama"]), **sizes))
     add, added = engine.add_request, []
