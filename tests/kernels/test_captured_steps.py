@@ -257,7 +257,7 @@ def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tin
     engine = make_engine(tiny_checkpoints["gemma3_text"])
     planner, config = engine.view.attention.planner, replace(engine.config, prefill_chunk_size=500)
     assert buckets_of(config, engine.model, 48).mixed[-1].num_tokens == 3 * 48, "of three sequences"
-    for channels, most_tokens in ((2048, 4096), (2049, 2048)):
+    for channels, most_tokens in ((2048, 6144), (2049, 2048)):
         model = SimpleNamespace(norm=engine.model.norm, config=replace(engine.model.config, hidden_size=channels))
         default = replace(engine.config, prefill_chunk_size=None)
         assert buckets_of(default, model, 8192).mixed[-1].num_tokens == most_tokens + 3

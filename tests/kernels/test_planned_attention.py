@@ -403,6 +403,7 @@ def test_what_the_table_asks_for_fits():
         DECODE_TILINGS[256][0], tile=16, num_stages=2, pipeline_bytes=64 * 1024
     )
     assert [decode_tiling(3, 8, D, 1).tile for D in (64, 128, 256)] == [64, 64, 32], "8 bits: as many bytes in a tile"
+    assert decode_tiling(65, 8, 64, 1).tile == decode_tiling(65, 8, 64, 2).tile == 32, "unless it is one warp's"
     for D in HEAD_SIZES:
         for num_sequences, itemsize in product((1, 128), (2, 4)):
             tiling = decode_tiling(num_sequences, 8, D, itemsize)

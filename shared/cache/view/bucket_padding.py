@@ -34,10 +34,10 @@ OF_TOKENS: Mapping[str, int] = {"token_ids": 0, "positions": 0, "offsets": -1}
 OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_starts")
 """Padded with zeros: an empty array would have no address, which a capture would record."""
 
-CAPTURED_CHUNK, NARROW, NARROW_CAPTURED_CHUNK = 2048, 2048, 4096
+CAPTURED_CHUNK, NARROW, NARROW_CAPTURED_CHUNK = 2048, 2048, 6144
 """Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise, and of the largest one of a model
-whose hidden size is at most ``NARROW``. Computing a larger one takes the GPU longer than launching it takes the
-host."""
+whose hidden size is at most ``NARROW``: there no default chunk is larger. Computing a larger one takes the GPU longer
+than launching it takes the host."""
 
 
 class BucketPadding:

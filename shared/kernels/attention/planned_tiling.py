@@ -85,11 +85,12 @@ class PrefillTiling:
 AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
 PAIRS = (16, 512)
 """Maximum (sequence, KV head) pairs of a batch for the first tiling and for the second. In a small batch, a pair has
-many splits, whose states take time to merge: half as many programs. In a large one, its loop is long: larger tiles."""
+many splits, whose states take time to merge: half as many programs. In a large one, its loop is long: larger tiles, or
+with heads of 64 one warp a program, so that many programs begin and end while others load."""
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, ...]] = {  # by head size, then by pairs
     16: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
-    64: (DecodeTiling(64, 2, 3, 2, 64), DecodeTiling(64, 2, 3, 4, 64), DecodeTiling(64, 2, 3, 4, 64)),
+    64: (DecodeTiling(64, 2, 3, 2, 64), DecodeTiling(64, 2, 3, 4, 64), DecodeTiling(32, 1, 3, 4, 64)),
     128: (DecodeTiling(32, 2, 3, 2, 32), DecodeTiling(32, 2, 3, 4, 32), DecodeTiling(64, 4, 3, 2, 128)),
     256: (DecodeTiling(32, 4, 3, 2, 32), DecodeTiling(16, 2, 3, 4, 32), DecodeTiling(16, 2, 3, 4, 32)),
 }
@@ -121,7 +122,7 @@ LEAST_SPECIALIZED = {64: 3072}
 def decode_tiling(num_sequences: int, num_kv_heads: int, head_dim: int, itemsize: int) -> DecodeTiling:
     """The tiling of a batch of ``num_sequences``; keys have ``itemsize`` bytes per element."""
     tiling = DECODE_TILINGS[head_dim][bisect_left(PAIRS, num_sequences * num_kv_heads)]
-    if itemsize == 1:  # as many bytes in a tile
+    if itemsize == 1 and tiling.num_warps > 1:  # as many bytes in a tile; a program of one warp is faster with few keys
         tiling = replace(tiling, tile=min(64, 2 * tiling.tile))
     return fitted(tiling, head_dim, itemsize)
 
