@@ -11,8 +11,10 @@ stall all others.
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from shared.engine.config import EngineConfig
 from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
+from shared.scheduling.chunks import chunk_size
 
 LONGEST_PROMPT = 4096  # for a single request; longer prompts use the same kernels
 FIRST_PROMPT, MORE_TOKENS = 24, 7  # for a full batch: each prompt is longer than the one before
@@ -30,13 +32,13 @@ class Steps(Protocol):
 
 def warm_up(engine: Any) -> None:
     """Warm up an engine of phase 4 or later."""
-    graphs = getattr(engine.runner.executor, "graphs", {})  # by bucket, if steps are captured
-    sizes: dict[str, Any] = {
-        "is_gpu": engine.model.device.type == "cuda",
-        "capacity_tokens": engine.pool.capacity_tokens,
-        "most_captured": max((bucket.num_tokens for bucket in graphs), default=None),
-    }
-    serve_rounds(engine, rounds(engine.config.max_batch_size, engine.max_seq_len, **sizes))
+    config, capacity_tokens = engine.config, engine.pool.capacity_tokens
+    is_gpu = engine.model.device.type == "cuda"
+    together = rounds(config.max_batch_size, engine.max_seq_len, is_gpu=is_gpu, capacity_tokens=capacity_tokens)
+    serve_rounds(engine, together)
+    if graphs := getattr(engine.runner.executor, "graphs", {}):  # by bucket
+        most_captured = max(bucket.num_tokens for bucket in graphs)
+        serve_beside_decoding(engine, beyond_graphs(config, most_captured, engine.max_seq_len, capacity_tokens))
     if hasattr(engine, "constraints"):
         engine.constraints.prepare()
         # loads the tokens onto the device, and compiles the kernels that make masks
@@ -51,14 +53,29 @@ def warm_up(engine: Any) -> None:
 
 
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:
-    """Run the rounds one after the other; every second request of a round is greedy."""
+    """Run the rounds one after the other."""
     for number, together in enumerate(requests):
-        for n, (num_prompt, num_new) in enumerate(together):
-            options: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
-            params = SamplingParams(max_new_tokens=num_new, cache_salt=f"warm-up {number}, {n}", **options)
-            add(engine, warm_up_prompt(n, num_prompt), params, f"warm-up-{n}")
+        add_all(engine, f"warm-up {number}", together)
         while engine.has_work():
             engine.step()
+
+
+def serve_beside_decoding(engine: Steps, lengths: Sequence[int]) -> None:
+    """Run prompts of these lengths, if there are any, in a step in which another request decodes."""
+    if lengths:
+        add_all(engine, "warm-up, decoding", [(1, 3)])
+        engine.step()
+        add_all(engine, "warm-up beside it", [(length, 2) for length in lengths])
+        while engine.has_work():
+            engine.step()
+
+
+def add_all(engine: Steps, name: str, requests: Sequence[tuple[int, int]]) -> None:
+    """Queue requests of (prompt tokens, new tokens); every second one is greedy."""
+    for n, (num_prompt, num_new) in enumerate(requests):
+        options: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
+        params = SamplingParams(max_new_tokens=num_new, cache_salt=f"{name}, {n}", **options)
+        add(engine, warm_up_prompt(n, num_prompt), params, f"{name}, {n}")
 
 
 def add(engine: Steps, prompt: Sequence[int], params: SamplingParams, request_id: str) -> None:
@@ -78,33 +95,38 @@ def warm_up_prompt(n: int, num_tokens: int) -> list[int]:
 
 
 def rounds(
-    max_batch_size: int,
-    max_seq_len: int,
-    *,
-    is_gpu: bool,
-    capacity_tokens: int | None = None,
-    most_captured: int | None = None,
+    max_batch_size: int, max_seq_len: int, *, is_gpu: bool, capacity_tokens: int | None = None
 ) -> list[list[tuple[int, int]]]:
     """(prompt tokens, new tokens) of the requests of each round.
 
-    On a GPU single prompts of power-of-two lengths, then the fewest prompts that make a step too large for a graph, if
-    they fit, then a full batch that shrinks by one request a step. The prompts of a round take at most half of
-    ``capacity_tokens``; None: no limit. ``most_captured``: tokens of the largest captured step; None: there is none.
+    On a GPU single prompts of power-of-two lengths, then a full batch that shrinks by one request a step. The prompts
+    of a round take at most half of ``capacity_tokens``; None: no limit.
     """
-    longest = most_new = max(1, min(max_seq_len, capacity_tokens or max_seq_len) // 2)
+    longest = most_new = longest_prompt(max_seq_len, capacity_tokens)
     if not is_gpu:
         return [[(min(8, longest), min(2, most_new))]]
     alone = [(1 << n, min(2, most_new)) for n in range(LONGEST_PROMPT.bit_length()) if 1 << n <= longest]
-    large = [] if most_captured is None else evenly(most_captured + 1, longest)
-    fits = len(large) <= max_batch_size and (capacity_tokens is None or 2 * sum(large) <= capacity_tokens)
     if capacity_tokens is not None:
         longest = max(1, min(longest, capacity_tokens // (2 * max_batch_size)))
     batch = [(min(FIRST_PROMPT + MORE_TOKENS * n, longest), min(n + 2, most_new)) for n in range(max_batch_size)]
-    together = [[(length, min(2, most_new)) for length in large]] if large and fits else []
-    return [*([request] for request in alone), *together, batch]
+    return [*([request] for request in alone), batch]
 
 
-def evenly(num_tokens: int, most: int) -> list[int]:
-    """The fewest equal lengths, of at most ``most`` tokens each, that have at least ``num_tokens`` together."""
-    number = -(-num_tokens // most)
-    return [-(-num_tokens // number)] * number
+def beyond_graphs(config: EngineConfig, most_captured: int, max_seq_len: int, capacity_tokens: int) -> list[int]:
+    """Lengths of the fewest prompts that make a step too large for a graph, in one chunk each beside a request that
+    decodes; none if no step is as large, or if they take more than half of ``capacity_tokens``.
+
+    Args:
+        most_captured: tokens of the largest captured step.
+    """
+    longest = longest_prompt(max_seq_len, capacity_tokens)
+    chunk = chunk_size(config, longest, 1) if config.is_on("use_chunked_prefill") else longest
+    number = -(-most_captured // min(chunk, longest))
+    lengths = [-(-most_captured // number)] * number
+    is_step = number < config.max_batch_size and sum(lengths) < config.max_num_batched_tokens
+    return lengths if is_step and 2 * sum(lengths) <= capacity_tokens else []
+
+
+def longest_prompt(max_seq_len: int, capacity_tokens: int | None) -> int:
+    """Maximum prompt tokens of a request: half of what a request, or the KV cache, may have."""
+    return max(1, min(max_seq_len, capacity_tokens or max_seq_len) // 2)

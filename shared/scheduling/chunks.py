@@ -2,8 +2,8 @@
 
 A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
 ``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
-the time between tokens, and large ones produce the first token sooner. So by default, while nothing decodes, a step has
-about as many tokens of prompts as it takes to keep a GPU busy: the first prompts do not wait for all others.
+the time between tokens, and large ones produce the first token sooner. So by default a chunk is large while nothing
+decodes, and a step has no more tokens than keep a GPU busy: the first prompts do not wait for all others.
 
 Invariants: a step computes at most ``max_num_batched_tokens``, or one more than its decoding requests, so a prompt
 progresses in each step; the oldest unfinished prompt has a chunk in every step with chunks.
@@ -21,7 +21,7 @@ BESIDE_DECODING = 512
 """Default tokens of a chunk alongside decoding requests, a compromise: the first token comes little later than with
 larger chunks, and a step of a 1B model takes a few milliseconds on a GPU."""
 ALONE = 4096
-"""About as many tokens as a step has while nothing decodes: with more, no token arrives sooner."""
+"""About as many tokens as a step has while nothing decodes: with more, a prompt's first token arrives no sooner."""
 UNSCHEDULED: Callable[[Request], int] = attrgetter("num_unscheduled_tokens")
 
 
@@ -72,10 +72,11 @@ class Chunks:
             One size, at least 1, for each prompt that has a chunk in the step: the first ones in order.
         """
         # exercise 07x1: fill the step with chunks
+        # hint: only the first max_prefill_chunks_per_step prompts may have a chunk (None: all)
         # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
-        # hint: nor is it more than step_size (below), which takes what remains of the prompts together
+        # hint: it is also at most step_size (below), which takes the sum of what remains of those prompts
         # hint: a chunk is at most its chunk_size (below), the rest of its prompt, and the rest of the budget
-        # hint: stop when the budget is used up, or after max_prefill_chunks_per_step chunks (None: no limit)
+        # hint: stop when the budget is used up
         prompts = num_unscheduled[: self.config.max_prefill_chunks_per_step]
         budget = max(self.config.max_num_batched_tokens - num_decoding, 1)
         budget = min(budget, step_size(self.config, sum(prompts), num_decoding))
@@ -90,8 +91,8 @@ class Chunks:
 
 
 def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
-    """The tokens of a prompt's next chunk, budget permitting: ``prefill_chunk_size``, or by default what the step
-    suggests.
+    """The tokens of a prompt's next chunk, budget permitting: ``prefill_chunk_size``; by default few beside decoding
+    requests, and otherwise an even share of the rest of the prompt.
 
     Args:
         remaining: unscheduled tokens of the prompt, at least 1.
@@ -105,12 +106,12 @@ def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
 
 
 def step_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
-    """Maximum tokens of a step's chunks together, budget permitting. By default, while nothing decodes, the prompts are
-    divided evenly among steps: the first ones have their first tokens after the first step, and while a GPU computes a
-    step, the next is prepared.
+    """Maximum tokens of a step's chunks together. By default, while nothing decodes, the prompts are divided evenly
+    among steps: the first ones have their first tokens after the first step, and while a GPU computes a step, the next
+    is prepared.
 
     Args:
-        remaining: unscheduled tokens of all prompts that may have a chunk in the step.
+        remaining: unscheduled tokens of all prompts that may have a chunk in the step, added up.
         num_decoding: decoding requests of the step.
     """
     if config.prefill_chunk_size is not None or num_decoding:

@@ -18,6 +18,7 @@ from shared.engine.config import SCHEDULER_POLICIES, EngineConfig
 from shared.engine.request import Request, RequestStatus
 from shared.engine.sampling.sampler import SampledTokens
 from shared.sampling.sampler import SamplingRow
+from shared.scheduling import chunks
 from shared.scheduling.chunked import ChunkedScheduler
 from shared.scheduling.chunks import Chunks
 from shared.scheduling.continuous import ContinuousScheduler
@@ -95,15 +96,24 @@ def the_token_budget_is_kept(machine: SchedulingMachine, planned: Planned) -> No
     budget = max(config.max_num_batched_tokens - len(schedule.decoding), 1)
     if schedule.has_drafts:
         assert int(schedule.num_tokens.sum()) <= max(config.max_num_batched_tokens, schedule.num_decoding + 1)
+    running = machine.scheduler.running.values()
+    granted = {entry.request: entry.num_tokens for entry in schedule.prompts}
+    prefilling = [r for r in running if r.is_prefilling or r in granted]
+    limit = 1 if config.scheduler_policy == "decode_round_robin" else config.max_prefill_chunks_per_step
+    if config.prefill_chunk_size is not None:
+        assert max(sizes, default=0) <= config.prefill_chunk_size
+    elif schedule.decoding:
+        assert max(sizes, default=0) <= chunks.BESIDE_DECODING
+    elif schedule:
+        left = [granted.get(r, 0) + (r.num_unscheduled_tokens if r.is_prefilling else 0) for r in prefilling]
+        together = sum(left[:limit])
+        budget = min(budget, chunks.even_share(together, config.max_num_batched_tokens))
+        assert budget < 1.5 * chunks.ALONE
     assert sum(sizes) <= budget
-    assert max(sizes, default=0) <= config.prefill_chunk_size
     if not schedule:
         return
-    running = machine.scheduler.running.values()
-    prefilling = [r for r in running if r.is_prefilling or r in schedule.prompts.requests]
     assert schedule.prompts.requests == prefilling[: len(sizes)], "the oldest first, and none left out"
     assert bool(sizes) == bool(prefilling), "a prompt progresses in each step"
-    limit = 1 if config.scheduler_policy == "decode_round_robin" else config.max_prefill_chunks_per_step
     is_full = sum(sizes) == budget or len(sizes) == (limit or len(prefilling))
     assert is_full or len(sizes) == len(prefilling), "the budget is used"
 
@@ -380,12 +390,12 @@ PREEMPTIVE: dict[str, Any] = {
     "max_num_batched_tokens": st.integers(1, 60),
 }
 CHUNKED = PREEMPTIVE | {
-    "prefill_chunk_size": st.integers(1, 9),
+    "prefill_chunk_size": st.none() | st.integers(1, 9),
     "max_prefill_chunks_per_step": st.none() | st.integers(1, 3),
 }
 SPECULATIVE = PREEMPTIVE | {
     "max_decode_interval": NO_INTERVAL,
-    "prefill_chunk_size": st.integers(1, 9),
+    "prefill_chunk_size": st.none() | st.integers(1, 9),
     "spec_length": st.integers(1, 6),
     "adapt_spec_length": st.booleans(),
     "use_speculative_decoding": True,
@@ -460,7 +470,7 @@ SETTINGS: dict[str, Setting] = {
             16,
             block_size=st.sampled_from([1, 2, 3, 4]),
             max_batch_size=st.integers(1, 4),
-            prefill_chunk_size=st.integers(1, 9),
+            prefill_chunk_size=st.none() | st.integers(1, 9),
             max_decode_interval=NO_INTERVAL,
             use_prefix_caching=st.booleans(),
         ),

@@ -86,7 +86,7 @@ def named(value: list[int] | int | dict[str, int]) -> str:
 def test_the_sizes_of_chunks(
     tokenizer: Tokenizer, remaining: list[int], num_decoding: int, limits: dict[str, int], expected: list[int]
 ) -> None:
-    """The token budget, the chunk size, the number of chunks; a prompt progresses whatever decodes."""
+    """The token budget, the step's and the chunk's size, the number of chunks; a prompt progresses whatever decodes."""
     found = Chunks(EngineConfig(**limits)).sizes(remaining, num_decoding)  # type: ignore[arg-type]
     assert_equal(found, expected, f"chunks of {remaining} tokens beside {num_decoding} decoding, {limits}", ("chunk",))
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from shared.scheduling import chunks
 from shared.text.tokenizer import Tokenizer
 from tests.unit.machine_settings import NO_INTERVAL, SETTINGS
 from tests.unit.scheduling_machine import Choice, SchedulingMachine
@@ -106,8 +107,11 @@ class ByHand:
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+def _quiet_and_small(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without messages; the default chunks have a few tokens, as the machine's prompts do."""
     caplog.set_level("CRITICAL")
+    monkeypatch.setattr(chunks, "ALONE", 8)
+    monkeypatch.setattr(chunks, "BESIDE_DECODING", 4)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

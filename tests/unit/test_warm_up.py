@@ -1,7 +1,7 @@
 """What an engine is made ready with: it fits, and it leaves nothing behind."""
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,13 +9,15 @@ import pytest
 from phases.phase_04.engine import Engine as Static
 from phases.phase_08.engine import Engine as Prefixes
 from phases.phase_12.engine import Engine as Structured
+from shared.cache.view.bucket_padding import CAPTURED_CHUNK, NARROW_CAPTURED_CHUNK
 from shared.engine.config import EngineConfig
 from shared.engine.executor.buckets import Buckets
-from shared.engine.warm_up import rounds, warm_up
+from shared.engine.warm_up import beyond_graphs, rounds, warm_up
 from shared.grammar.grammar import Grammar
 from shared.kernels.attention.planned_tiling import LEAST_SPECIALIZED
 from shared.sampling.params import SamplingParams
-from shared.scheduling.chunks import Chunks
+from shared.scheduling.chunks import Chunks, chunk_size
+from shared.scheduling.schedule import Schedule
 
 
 def test_a_batch_shrinks_by_one_a_step_after_prompts_of_every_power_of_two() -> None:
@@ -31,41 +33,56 @@ def test_the_longest_prompt_uses_every_kernel_of_prompts() -> None:
     assert longest >= max(LEAST_SPECIALIZED.values())
 
 
-@pytest.mark.parametrize(("max_seq_len", "number"), [(2048, 5), (4096, 3), (8192, 2), (1 << 15, 1)])
-def test_a_step_too_large_for_a_graph_is_run_where_its_prompts_fit(max_seq_len: int, number: int) -> None:
-    sizes: dict[str, Any] = {"is_gpu": True, "most_captured": 4096 + 512}
-    *alone, large, batch = rounds(512, max_seq_len, **sizes, capacity_tokens=2 * 4611)
-    tokens = [num_prompt for num_prompt, _ in large]
-    assert len(tokens) == number
-    assert 4609 <= sum(tokens) <= 4611, "the fewest tokens that no graph holds"
-    config = EngineConfig(model="any", max_batch_size=512, max_seq_len=max_seq_len)
-    assert Chunks(config).sizes(tokens, 0) == tokens, "one step computes them"
-    assert rounds(512, max_seq_len, is_gpu=True, capacity_tokens=2 * 4611) == [*alone, batch], "there are no graphs"
-    assert len(rounds(512, max_seq_len, **sizes, capacity_tokens=2 * 4609 - 1)) == len(alone) + 1, "half of the memory"
-    assert len(rounds(number, max_seq_len, **sizes)) == len(alone) + 2
-    if number > 1:
-        assert len(rounds(number - 1, max_seq_len, **sizes)) == len(alone) + 1, "more prompts than a batch has"
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"prefill_chunk_size": 100}, {"chunk_beside_decoding": 300}, {"max_num_batched_tokens": 2000}],
+    ids=str,
+)
+@pytest.mark.parametrize("max_batch_size", [16, 64, 512])
+def test_a_step_too_large_for_a_graph_is_run_where_there_is_one(max_batch_size: int, limits: dict[str, int]) -> None:
+    """By the sizes of the largest default graphs, and of smaller ones."""
+    for captured in (NARROW_CAPTURED_CHUNK, CAPTURED_CHUNK, 700):
+        most = captured + max_batch_size
+        config = EngineConfig(model="any", max_batch_size=max_batch_size, **limits)  # type: ignore[arg-type]
+        lengths = beyond_graphs(config, most, 1 << 15, 1 << 20)
+        largest = min(config.max_num_batched_tokens, 1 + (max_batch_size - 1) * chunk_size(config, 4096, 1))
+        assert bool(lengths) == (largest > most), "if such a step exists"
+        if lengths:
+            assert Chunks(config).sizes(lengths, 1) == lengths, "one step computes them"
+            assert most < 1 + sum(lengths) <= most + len(lengths), "the fewest tokens that no graph holds"
+            assert beyond_graphs(config, most, 1 << 15, 2 * sum(lengths)) == lengths
+            assert beyond_graphs(config, most, 1 << 15, 2 * sum(lengths) - 1) == [], "half of the memory"
+            fewer = replace(config, max_batch_size=len(lengths))
+            assert beyond_graphs(fewer, most, 1 << 15, 1 << 20) == [], "one more prompt than fits in the batch"
+    assert beyond_graphs(replace(config, max_batch_size=512), 700, 100, 1 << 20) == [50] * 14, "half of a sequence"
+    whole = EngineConfig(model="any", max_batch_size=max_batch_size, use_chunked_prefill=False)
+    assert beyond_graphs(whole, 6160, 1 << 15, 1 << 20) == [6160]
 
 
-def test_the_largest_graph_of_an_engine_decides_which_step_that_is(
-    tiny_checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [{"prefill_chunk_size": 8}, {"use_chunked_prefill": False}], ids=str)
+def test_an_engine_with_graphs_runs_a_step_that_is_too_large_for_them(
+    tiny_checkpoints: dict[str, Path], options: dict[str, Any]
 ) -> None:
-    import shared.engine.warm_up as module
+    settings: dict[str, Any] = {"max_seq_len": 64, "max_batch_size": 4, **options}
+    engine = Structured(EngineConfig(model=str(tiny_checkpoints["llama"]), **settings))
+    found: list[tuple[int, int]] = []
+    schedule = engine.scheduler.schedule
 
-    asked: list[int | None] = []
+    def recorded() -> Schedule:
+        step = schedule()
+        if step:
+            found.append((step.num_decoding, int(step.num_tokens.sum())))
+        return step
 
-    def no_rounds(*sizes: int, most_captured: int | None, **options: Any) -> list[Any]:
-        asked.append(most_captured)
-        return []
-
-    monkeypatch.setattr(module, "rounds", no_rounds)
-    engine = Structured(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=64, max_batch_size=2))
+    engine.scheduler.schedule = recorded  # type: ignore[method-assign]
     warm_up(engine)
-    buckets = Buckets.of(2, 100)
-    engine.runner.executor = SimpleNamespace(graphs=dict.fromkeys(buckets.mixed + buckets.decode))
+    assert found == [(0, 8), (1, 1)], "without graphs: one short answer"
+    buckets = Buckets.of(4, 20)
+    engine.runner.executor.graphs = dict.fromkeys(buckets.mixed + buckets.decode)  # type: ignore[attr-defined]
+    found.clear()
     warm_up(engine)
-    warm_up(Static(EngineConfig(model=str(tiny_checkpoints["llama"]), max_seq_len=64)))
-    assert asked == [None, 100, None]
+    assert (1, 22 if "prefill_chunk_size" in options else 21) in found
+    assert not engine.has_work()
 
 
 def test_a_whole_batch_fits_into_the_memory_half_of_it_prompts() -> None:

@@ -85,8 +85,8 @@ class PrefillTiling:
 AnyTiling = TypeVar("AnyTiling", bound=DecodeTiling)
 PAIRS = (16, 512)
 """Maximum (sequence, KV head) pairs of a batch for the first tiling and for the second. In a small batch, a pair has
-many splits, whose states take time to merge: half as many programs. In a large one, its loop is long: larger tiles, or
-with heads of 64 one warp a program, so that many programs begin and end while others load."""
+many splits, whose states take time to merge: half as many programs. In a large one, its loop is long, so tiles are
+larger; with heads of 64 a program has one warp instead, and many programs begin and end while others load."""
 DECODE_TILINGS: dict[int, tuple[DecodeTiling, ...]] = {  # by head size, then by pairs
     16: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
     32: (DecodeTiling(64), DecodeTiling(128), DecodeTiling(128)),
