@@ -134,7 +134,8 @@ class EngineConfig:
     prefill_chunk_size: int | None = setting(
         None,
         "07",
-        "Maximum tokens in a prefill chunk; default: 512 alongside decoding requests, about 4096 while none decodes.",
+        "Maximum tokens in a prefill chunk; default: 512 alongside decoding requests, about 4096 a step while none "
+        "decodes.",
         at_least=1,
     )
     chunk_beside_decoding: int | None = setting(
@@ -148,7 +149,7 @@ class EngineConfig:
         at_least=1,
     )
     max_prefill_chunks_per_step: int | None = setting(
-        None, "07", "Maximum prefill chunks in a step; default: as many as max_num_batched_tokens allows.", at_least=1
+        None, "07", "Maximum prefill chunks in a step; default: as many as the step's tokens allow.", at_least=1
     )
     use_prefix_caching: bool | None = setting(
         None, "08", "Share the blocks of common prompt prefixes; default: the phase's own."

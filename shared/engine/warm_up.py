@@ -15,6 +15,7 @@ from shared.engine.config import EngineConfig
 from shared.errors import QueueFullError
 from shared.sampling.params import SamplingParams
 from shared.scheduling.chunks import chunk_size
+from shared.scheduling.policies import POLICIES
 
 LONGEST_PROMPT = 4096  # for a single request; longer prompts use the same kernels
 FIRST_PROMPT, MORE_TOKENS = 24, 7  # for a full batch: each prompt is longer than the one before
@@ -55,7 +56,7 @@ def warm_up(engine: Any) -> None:
 def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -> None:
     """Run the rounds one after the other."""
     for number, together in enumerate(requests):
-        add_all(engine, f"warm-up {number}", together)
+        add_all(engine, f"warm-up-{number}", together)
         while engine.has_work():
             engine.step()
 
@@ -63,9 +64,9 @@ def serve_rounds(engine: Steps, requests: Iterable[Sequence[tuple[int, int]]]) -
 def serve_beside_decoding(engine: Steps, lengths: Sequence[int]) -> None:
     """Run prompts of these lengths, if there are any, in a step in which another request decodes."""
     if lengths:
-        add_all(engine, "warm-up, decoding", [(1, 3)])
+        add_all(engine, "warm-up-decoding", [(1, 3)])
         engine.step()
-        add_all(engine, "warm-up beside it", [(length, 2) for length in lengths])
+        add_all(engine, "warm-up-beside", [(length, 2) for length in lengths])
         while engine.has_work():
             engine.step()
 
@@ -74,8 +75,8 @@ def add_all(engine: Steps, name: str, requests: Sequence[tuple[int, int]]) -> No
     """Queue requests of (prompt tokens, new tokens); every second one is greedy."""
     for n, (num_prompt, num_new) in enumerate(requests):
         options: dict[str, Any] = {"temperature": 0.7 if n % 2 == 0 else 0.0, "seed": n, "ignore_eos": True}
-        params = SamplingParams(max_new_tokens=num_new, cache_salt=f"{name}, {n}", **options)
-        add(engine, warm_up_prompt(n, num_prompt), params, f"{name}, {n}")
+        params = SamplingParams(max_new_tokens=num_new, cache_salt=f"{name}-{n}", **options)
+        add(engine, warm_up_prompt(n, num_prompt), params, f"{name}-{n}")
 
 
 def add(engine: Steps, prompt: Sequence[int], params: SamplingParams, request_id: str) -> None:
@@ -114,16 +115,18 @@ def rounds(
 
 def beyond_graphs(config: EngineConfig, most_captured: int, max_seq_len: int, capacity_tokens: int) -> list[int]:
     """Lengths of the fewest prompts that make a step too large for a graph, in one chunk each beside a request that
-    decodes; none if no step is as large, or if they take more than half of ``capacity_tokens``.
+    decodes; none if no step can hold them, or if they take more than half of ``capacity_tokens``.
 
     Args:
         most_captured: tokens of the largest captured step.
     """
     longest = longest_prompt(max_seq_len, capacity_tokens)
     chunk = chunk_size(config, longest, 1) if config.is_on("use_chunked_prefill") else longest
-    number = -(-most_captured // min(chunk, longest))
-    lengths = [-(-most_captured // number)] * number
-    is_step = number < config.max_batch_size and sum(lengths) < config.max_num_batched_tokens
+    number = -(-(most_captured + 1) // min(chunk, longest))
+    lengths = [-(-(most_captured + 1) // number)] * number
+    per_step = POLICIES[config.scheduler_policy].max_prompts, config.max_prefill_chunks_per_step
+    limits = (config.max_batch_size - 1, config.max_waiting_requests, *per_step)
+    is_step = sum(lengths) < config.max_num_batched_tokens and all(not most or number <= most for most in limits)
     return lengths if is_step and 2 * sum(lengths) <= capacity_tokens else []
 
 

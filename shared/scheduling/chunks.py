@@ -1,6 +1,6 @@
 """Prefill in chunks: a step is filled with decoding requests first, then with parts of prompts. Introduced in phase 7.
 
-A step is filled up to ``max_num_batched_tokens``: decoding requests first, then chunks of at most
+A step has at most ``max_num_batched_tokens``: decoding requests first, then chunks of at most
 ``prefill_chunk_size`` tokens, in the order of admission, at most ``max_prefill_chunks_per_step``. Small chunks bound
 the time between tokens, and large ones produce the first token sooner. So by default a chunk is large while nothing
 decodes, and a step has no more tokens than keep a GPU busy: the first prompts do not wait for all others.
@@ -74,7 +74,7 @@ class Chunks:
         # exercise 07x1: fill the step with chunks
         # hint: only the first max_prefill_chunks_per_step prompts may have a chunk (None: all)
         # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
-        # hint: it is also at most step_size (below), which takes the sum of what remains of those prompts
+        # hint: it is also at most step_size (below), which takes the sum of what remains of these prompts
         # hint: a chunk is at most its chunk_size (below), the rest of its prompt, and the rest of the budget
         # hint: stop when the budget is used up
         prompts = num_unscheduled[: self.config.max_prefill_chunks_per_step]

@@ -46,17 +46,28 @@ def test_a_step_too_large_for_a_graph_is_run_where_there_is_one(max_batch_size: 
         config = EngineConfig(model="any", max_batch_size=max_batch_size, **limits)  # type: ignore[arg-type]
         lengths = beyond_graphs(config, most, 1 << 15, 1 << 20)
         largest = min(config.max_num_batched_tokens, 1 + (max_batch_size - 1) * chunk_size(config, 4096, 1))
-        assert bool(lengths) == (largest > most), "if such a step exists"
+        assert bool(lengths) == (largest > most + 1), "if such a step exists"
         if lengths:
             assert Chunks(config).sizes(lengths, 1) == lengths, "one step computes them"
-            assert most < 1 + sum(lengths) <= most + len(lengths), "the fewest tokens that no graph holds"
+            assert most < sum(lengths) <= most + len(lengths), "the fewest tokens that no graph holds"
             assert beyond_graphs(config, most, 1 << 15, 2 * sum(lengths)) == lengths
             assert beyond_graphs(config, most, 1 << 15, 2 * sum(lengths) - 1) == [], "half of the memory"
-            fewer = replace(config, max_batch_size=len(lengths))
-            assert beyond_graphs(fewer, most, 1 << 15, 1 << 20) == [], "one more prompt than fits in the batch"
-    assert beyond_graphs(replace(config, max_batch_size=512), 700, 100, 1 << 20) == [50] * 14, "half of a sequence"
+            number = len(lengths)
+            needed = {
+                "max_batch_size": number + 1,
+                "max_waiting_requests": number,
+                "max_prefill_chunks_per_step": number,
+            }
+            for name, enough in needed.items():
+                for most_prompts in (enough - 1, enough):
+                    limited = replace(config, **{name: most_prompts})
+                    expected = lengths if most_prompts == enough else []
+                    assert beyond_graphs(limited, most, 1 << 15, 1 << 20) == expected, f"{name} is {most_prompts}"
+            in_turn = replace(config, scheduler_policy="decode_round_robin")
+            assert beyond_graphs(in_turn, most, 1 << 15, 1 << 20) == [], "one prompt a step"
+    assert beyond_graphs(replace(config, max_batch_size=512), 699, 100, 1 << 20) == [50] * 14, "half a sequence"
     whole = EngineConfig(model="any", max_batch_size=max_batch_size, use_chunked_prefill=False)
-    assert beyond_graphs(whole, 6160, 1 << 15, 1 << 20) == [6160]
+    assert beyond_graphs(whole, 6160, 1 << 15, 1 << 20) == [6161]
 
 
 @pytest.mark.parametrize("options", [{"prefill_chunk_size": 8}, {"use_chunked_prefill": False}], ids=str)
@@ -81,7 +92,7 @@ def test_an_engine_with_graphs_runs_a_step_that_is_too_large_for_them(
     engine.runner.executor.graphs = dict.fromkeys(buckets.mixed + buckets.decode)  # type: ignore[attr-defined]
     found.clear()
     warm_up(engine)
-    assert (1, 22 if "prefill_chunk_size" in options else 21) in found
+    assert (1, 22) in found
     assert not engine.has_work()
 
 

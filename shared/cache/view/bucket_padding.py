@@ -36,8 +36,8 @@ OF_SEQUENCES = ("lengths", "table_starts", "prompt_lengths", "prompt_table_start
 
 CAPTURED_CHUNK, NARROW, NARROW_CAPTURED_CHUNK = 2048, 2048, 6144
 """Tokens of the largest captured chunk, unless ``prefill_chunk_size`` says otherwise, and of the largest one of a model
-whose hidden size is at most ``NARROW``: there no default chunk is larger. Computing a larger one takes the GPU longer
-than launching it takes the host."""
+whose hidden size is at most ``NARROW``. Computing more than the former takes the GPU longer than launching takes the
+host; no default chunk has more than the latter."""
 
 
 class BucketPadding:
