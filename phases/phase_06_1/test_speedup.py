@@ -68,7 +68,7 @@ def makespan(items: list[int], programs: int) -> int:
         ([4096] * 32, 2048, 64, 2.0),  # all of one length: two programs for each
         ([16384], 512, 32, 32.0),
         ([2048] * 128, 2048, 128, 1.0),  # more sequences than programs, all of one length: no gain
-        ([16384] + [256] * 255, 1280, 268, 12.0),  # more sequences than programs: the long sequence is still split
+        ([16384] + [256] * 255, 1248, 269, 12.0),  # more sequences than programs: the long sequence is still split
     ],
     ids=["mixed", "32x4096", "1x16384", "128x2048", "mixed-256"],
 )

@@ -10,6 +10,7 @@ progresses in each step; the oldest unfinished prompt has a chunk in every step 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from operator import attrgetter
 
 from shared.engine.config import EngineConfig
@@ -74,12 +75,12 @@ class Chunks:
         # exercise 07x1: fill the step with chunks
         # hint: only the first max_prefill_chunks_per_step prompts may have a chunk (None: all)
         # hint: the budget is max_num_batched_tokens minus the decoding tokens, but at least 1: a prompt progresses
-        # hint: it is also at most step_size (below), which takes the sum of what remains of these prompts
+        # hint: it is also at most step_size (below), which takes what remains of each of these prompts
         # hint: a chunk is at most its chunk_size (below), the rest of its prompt, and the rest of the budget
         # hint: stop when the budget is used up
         prompts = num_unscheduled[: self.config.max_prefill_chunks_per_step]
         budget = max(self.config.max_num_batched_tokens - num_decoding, 1)
-        budget = min(budget, step_size(self.config, sum(prompts), num_decoding))
+        budget = min(budget, step_size(self.config, prompts, num_decoding))
         sizes: list[int] = []
         for remaining in prompts:
             if budget == 0:
@@ -102,28 +103,29 @@ def chunk_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
         return config.prefill_chunk_size
     if num_decoding:
         return config.chunk_beside_decoding or BESIDE_DECODING
-    return even_share(remaining, config.max_num_batched_tokens)
+    return even_share(remaining, -(-remaining // config.max_num_batched_tokens))
 
 
-def step_size(config: EngineConfig, remaining: int, num_decoding: int) -> int:
-    """Maximum tokens of a step's chunks together. By default, while nothing decodes, the prompts are divided evenly
-    among steps: the first ones have their first tokens after the first step, and while a GPU computes a step, the next
-    is prepared.
+def step_size(config: EngineConfig, num_unscheduled: Sequence[int], num_decoding: int) -> int:
+    """Maximum tokens of a step's chunks together, budget permitting. By default, while nothing decodes, the prompts are
+    divided evenly among steps: the first ones have their first tokens after the first step, and while a GPU computes a
+    step, the next is prepared.
 
     Args:
-        remaining: unscheduled tokens of all prompts that may have a chunk in the step, added up.
+        num_unscheduled: the number of remaining tokens of each prompt that may have a chunk in the step. Those that the
+            budget would not reach do not count, so it does not matter whether they are in the queue yet.
         num_decoding: decoding requests of the step.
     """
+    most = config.max_num_batched_tokens
     if config.prefill_chunk_size is not None or num_decoding:
-        return remaining
-    return even_share(remaining, config.max_num_batched_tokens)
+        return most
+    return even_share(next((total for total in accumulate(num_unscheduled) if total >= most), sum(num_unscheduled)))
 
 
-def even_share(num_tokens: int, most: int) -> int:
-    """The tokens of a part if these are divided evenly into parts of about ``ALONE`` tokens, and at most ``most``; so
+def even_share(num_tokens: int, least_parts: int = 1) -> int:
+    """The tokens of a part if these are divided evenly into parts of about ``ALONE`` tokens, at least so many parts; so
     no tiny part is left at the end."""
-    num_parts = max(1, round(num_tokens / ALONE), -(-num_tokens // most))
-    return -(-num_tokens // num_parts)
+    return -(-num_tokens // max(least_parts, round(num_tokens / ALONE)))
 
 
 def is_last(request: Request, num_tokens: int) -> bool:

@@ -262,7 +262,7 @@ def test_plans_of_prompts_are_kept_until_another_number_of_sequences_decodes(tin
         model = SimpleNamespace(norm=engine.model.norm, config=replace(engine.model.config, hidden_size=channels))
         default = replace(engine.config, prefill_chunk_size=None)
         assert buckets_of(default, model, 8192).mixed[-1].num_tokens == most_tokens + 3
-    assert max(even_share(n, 1 << 20) for n in range(20_000)) <= 6144, "a narrow model captures every default chunk"
+    assert max(even_share(n) for n in range(20_000)) <= 6144, "a narrow model captures every default chunk"
     first, second = (planner.plan(np.array([1, 9]), np.array([4, n]), 1).prefill for n in (40, 41))
     assert first is not second, "with a window a plan depends on each key"
 

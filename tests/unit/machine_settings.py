@@ -106,8 +106,7 @@ def the_token_budget_is_kept(machine: SchedulingMachine, planned: Planned) -> No
         assert max(sizes, default=0) <= chunks.BESIDE_DECODING
     elif schedule:
         left = [granted.get(r, 0) + (r.num_unscheduled_tokens if r.is_prefilling else 0) for r in prefilling]
-        together = sum(left[:limit])
-        budget = min(budget, chunks.even_share(together, config.max_num_batched_tokens))
+        budget = min(budget, chunks.step_size(config, left[:limit], 0))
         assert budget < 1.5 * chunks.ALONE
     assert sum(sizes) <= budget
     if not schedule:
